@@ -149,8 +149,9 @@ def _command(model: str, question: FitQuestion, result: FitAnswer) -> str:
     from harness.workloads import make_workload
 
     recipe = result.recipe
-    # The suite has no fused code, without which the training may not fit.
-    if result.verdict == "no" or recipe.library == "fused":
+    # The suite has no fused code, without which the training may not fit, and adapts no experts.
+    unsupported = question.method != "full" and question.shape.experts > 1
+    if result.verdict == "no" or recipe.library == "fused" or unsupported:
         return ""
     full = question.method == "full"
     cell = SUITE_CELLS.get(question.precision) if full else ADAPTED_CELLS[question.method]

@@ -20,7 +20,7 @@ LEVEL = 0.8
 SCALE = 0.05
 """Typical log error; much larger ones hardly count (Cauchy loss)."""
 PRIOR_WEIGHT = 0.7
-"""Error of a row, in units of SCALE, that costs as much as one standard deviation from a prior."""
+"""Error of a row, in units of SCALE, as costly as one standard deviation from a prior."""
 MOST_EVALUATIONS = 60
 ENOUGH = 1e-4
 """Relative change of the loss that ends a fit."""
@@ -65,8 +65,8 @@ def fit(
     """Returns constants and effects that bring log predictions closest to measurements.
 
     `predict` returns the shape and unit of `measured`. Effects are unknowns shared by rows, with
-    prior 0 and standard deviation `effect_spread`, one for all or one each. `effects` (shape
-    [measured, kinds]) has each row's, numbered from 0. The search begins at the prior or `start`.
+    prior 0 and standard deviation `effect_spread`, common or one each. `effects` (shape [measured,
+    kinds]) numbers each row's from 0.
     """
     priors = priors_of(kind)
     columns = ((p.value, p.spread, p.low, p.high) for p in priors.values())
@@ -142,10 +142,7 @@ def _descend(
     scale: float,
 ) -> Floats:
     """Minimises the Cauchy loss within bounds by Levenberg-Marquardt steps on reweighted residuals
-    (Holland and Welsch, 1977).
-
-    scipy is tens of times slower with hundreds of effects.
-    """
+    (Holland and Welsch, 1977)."""
 
     def loss(errors: Floats) -> float:
         return float(np.log1p((errors / scale) ** 2).sum())

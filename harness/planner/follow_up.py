@@ -198,7 +198,7 @@ def rehearsed(
 ) -> ClusterCandidate:
     """Returns the candidate with the memory that its first cell's code allocates on fake tensors.
 
-    Imports torch, and takes seconds. The model must be a workload of the suite or `hf:PATH`.
+    The model must be a workload of the suite or `hf:PATH`.
     """
     cells = cells_of_layout(question, model, candidate.layout, tried)
     if not cells:
@@ -221,9 +221,9 @@ def rehearsed_bytes(cell: Cell, every_rank: bool = False) -> float:
 
 
 def _gathers_bf16(question: ClusterQuestion, layout: PlannedLayout) -> bool:
-    """Returns whether a layout keeps fp32 shards and gathers bf16 parameters, without autocast.
+    """Returns whether a layout keeps fp32 shards and gathers bf16 parameters.
 
-    Under autocast, FSDP gathers fp32 parameters, and backward keeps a bf16 copy of all of them.
+    Under autocast, FSDP gathers fp32 ones, and backward keeps a bf16 copy of all.
     """
     return question.precision == "bf16" and layout.data > 1 and layout.zero >= 2
 

@@ -139,7 +139,7 @@ def _from_hub(name: str) -> Workload:
 
 
 def require_kind(name: str, config: PretrainedConfig) -> Kind:
-    """Returns what the config's architecture is trained for, or without one, its model type.
+    """Returns what the config's architecture or model type is trained for.
 
     Raises UsageError if that is neither text nor images.
     """

@@ -99,8 +99,7 @@ def _read(text: str) -> ModelFacts:
 
 
 def _count_apart(workload: Workload, sequence_length: int) -> ModelFacts:
-    """Counts in a subprocess that sees no GPU, as libraries that initialise CUDA on import would
-    create a context on it."""
+    """Counts in a subprocess that sees no GPU, as libraries may initialise CUDA on import."""
     command = [sys.executable, "-c", _APART, workload.name, str(sequence_length)]
     done = subprocess.run(
         command,
@@ -223,11 +222,8 @@ def parameters_of(cell: Cell) -> int:
 
 
 def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
-    """Returns FLOPs of `forward` and its backward, by torch's FlopCounterMode: matrix products,
-    convolutions and attention, 2 per multiply-add.
-
-    `forward` calls `model`, perhaps on fake tensors, and returns a scalar.
-    """
+    """Returns FLOPs of `forward`, which returns a scalar, and its backward: matrix products,
+    convolutions and attention, 2 per multiply-add (torch's FlopCounterMode)."""
     from torch.utils.flop_counter import FlopCounterMode
 
     config = getattr(model, "config", None)
@@ -244,7 +240,6 @@ def without_memory() -> Iterator[None]:
     """Makes new tensors fake, to count a model without allocating it.
 
     Experts use transformers' grouped product: torch's supports fake tensors only in bf16.
-    Packed sequences are not detected, as fake positions have no values.
     """
     import torch
     import transformers
@@ -274,8 +269,7 @@ def without_memory() -> Iterator[None]:
 def _without_numbers_of_rows(
     ctx: BackwardCFunction, gradient: Tensor
 ) -> tuple[Tensor, Tensor, None]:
-    """Computes a grouped product's gradients with as many operations as transformers, but without
-    reading which rows each expert has."""
+    """Computes a grouped product's gradients without reading which rows each expert has."""
     rows, matrices = tuple(ctx.saved_tensors)
     rows.T @ gradient  # for the count: each row contributes to one matrix's gradient
     return gradient @ matrices[0].T, matrices.new_zeros(matrices.shape), None

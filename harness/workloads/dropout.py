@@ -1,5 +1,5 @@
-"""Dropout with masks that do not depend on the layout: a mask is a function of the token's key
-(drawn from seed, step, sample and position), the layer and the feature."""
+"""Dropout with masks that do not depend on the layout, but on layer, feature and the token's
+key."""
 
 from __future__ import annotations
 

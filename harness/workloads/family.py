@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 Kind = Literal[
     "causal", "masked", "seq2seq", "speech", "classification", "tokens", "image", "custom"
 ]
-"""Training objective: next tokens, masked tokens, a decoder's next tokens after text or speech, a
-class per sample, token or image, or a custom loss."""
+"""Training objective: next or masked tokens, a decoder's next tokens after text or speech, a class
+per sample, token or image, or a custom loss."""
 HAS_DECODER = ("seq2seq", "speech")
 ModelConfig: TypeAlias = dict[str, Any]
 """Keyword arguments of a transformers config class."""
@@ -188,7 +188,7 @@ class Family:
     image_size: Callable[[str], int] = lambda size: 0
     """Height and width in pixels of a size's images."""
     sized: Callable[[int, int], ModelConfig] | None = None
-    """Config entries of `HIDDENxBLOCKS`, from both numbers, if the family allows any depth."""
+    """Config entries of `HIDDENxBLOCKS`, if the family allows any depth."""
     without_zero_gradient: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
     """(parameter name, tensor) -> the tensor without elements whose gradient is analytically
     zero."""

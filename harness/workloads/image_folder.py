@@ -17,9 +17,9 @@ MOST_BYTES = 4 * 2**30
 
 
 def image_files(name: str, folder: Path, num_labels: int) -> list[list[Path]]:
-    """Returns each class's files; classes are the subfolders, by name.
+    """Returns each class's files, from the subfolder of its name.
 
-    Raises UsageError if a subfolder is empty, or for no or too many of them.
+    Raises UsageError if one is empty, or for no or too many of them.
     """
     if not folder.is_dir():
         raise UsageError(f"data {name!r}: there is no folder {str(folder)!r}")

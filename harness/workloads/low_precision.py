@@ -2,8 +2,7 @@
 
 `int8` and `nf4`: bitsandbytes' LLM.int8() (arXiv 2208.07339) and QLoRA's NF4 (arXiv 2305.14314).
 
-`float8`: torchao's recipe `rowwise`, a scale per row and column. With `tensorwise`, a scale would
-depend on the number of ranks.
+`float8`: torchao's recipe `rowwise`, a scale per row and column.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Counts memory, bytes and FLOPs of forward and backward, on fake tensors, under dispatch modes
-that see every operator."""
+"""Counts memory, bytes and FLOPs of forward and backward, on fake tensors."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ HEADS = 2
 class PlannedSplit(Split):
     """Split of a model by transformers' pipeline and tensor plans for it.
 
-    A stage calls the model's own forward; modules of other stages pass their input through.
+    Modules of other stages pass their input through.
     """
 
     exported = "its stages run the model's own forward with hooks, which a script cannot have"

@@ -25,7 +25,7 @@ MOST = {"layer": 10_000, "block": 10_000, "depth": 10_000, "expert": 10_000, "st
     "label": 1_000_000,
     "position": 2**24,
 }
-"""Limits for config entries whose name contains a word: transformers makes lists this long."""
+"""Limits for config entries whose name contains a word."""
 LARGEST = 2**40
 """Limit for all other numbers in a config."""
 
@@ -139,8 +139,7 @@ def from_config(
 
 
 def _unused(workload: Workload, model: PreTrainedModel) -> tuple[str, ...]:
-    """Returns names of parameters without gradients; empty if the loss depends on values, which a
-    model on the meta device lacks."""
+    """Returns names of parameters without gradients; empty if the loss depends on values."""
     import torch
 
     try:
@@ -190,10 +189,7 @@ def _split(
     families: dict[str, Family],
     hidden_size: int,
 ) -> tuple[Split | None, str]:
-    """Returns the family's split, else one by the model's plans, or why there is none.
-
-    A family's split cannot pass the mask that windowed attention needs.
-    """
+    """Returns the family's split, else one by the model's plans, or why there is none."""
     family = _family(config, architecture, families)
     if family and family.split and not structure.window:
         return type(family.split)(structure.tied), ""

@@ -88,9 +88,8 @@ def _dot_products(operator: OpOverload, arguments: Sequence[Any]) -> bool:
 def recompute_blocks(model: nn.Module, blocks: Sequence[nn.Module], recompute: str) -> None:
     """Makes blocks recompute in backward, in place.
 
-    Each block's class becomes a subclass with a checkpointed forward: parameters keep their names,
-    hooks are not rerun, and copies use their own parameters. Dropout needs no random state (see
-    `Masks`).
+    Each block's class becomes a subclass with a checkpointed forward, so that parameters keep their
+    names and hooks are not rerun.
     """
     from torch.utils.checkpoint import checkpoint
 

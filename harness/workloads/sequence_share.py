@@ -1,7 +1,7 @@
 """Simulates one rank of sequence parallelism, to count its memory.
 
-Copies of its tensors replace other ranks'. It has all tokens only within attention and MLP
-(Korthikanti et al., arXiv 2205.05198, section 4.2.2).
+It has all tokens only within attention and MLP (Korthikanti et al., arXiv 2205.05198, section
+4.2.2).
 """
 
 from __future__ import annotations

@@ -211,10 +211,7 @@ def _positions(model: nn.Module) -> int:
 
 def key_biases(model: nn.Module) -> Iterator[str]:
     """Yields biases of attention keys whose gradient is zero, as softmax ignores an equal shift of
-    all scores.
-
-    Yields none whose shift depends on the key's position: rotary positions, DeBERTa's p2c scores.
-    """
+    all scores."""
     kinds = [type(module).__name__.lower() for module in model.modules()]
     if any("rotary" in kind or "rope" in kind for kind in kinds):
         return

@@ -42,7 +42,7 @@ Rows = tuple[list[str], list[int] | None]
 
 @dataclass(frozen=True)
 class DataSource:
-    """A dataset prepared for a workload; small, because every rank gets a copy."""
+    """A dataset prepared for a workload."""
 
     kind: str
     name: str
@@ -73,8 +73,7 @@ class DataSource:
 
         Text: ids (rows, tokens), and labels by kind: next ids, original ids of masked tokens, next
         decoder ids (rows, tokens // 2), a class per token, or a class (rows,). Images: float32
-        (rows, 3, size, size), and classes (rows,). Random numbers are drawn for the whole global
-        batch, so that ranks agree.
+        (rows, 3, size, size), and classes (rows,).
         """
         rng = np.random.default_rng([seed, step])
         if self.kind == "image":
@@ -100,7 +99,7 @@ class DataSource:
         return inputs, labels[rows]
 
     def _masked(self, inputs: Array, scores: Array) -> tuple[Array, Array]:
-        """Masks and labels the tokens with the lowest scores, equally many in each sample."""
+        """Masks and labels an equal number of tokens in each sample."""
         count = max(1, round(MASKED * inputs.shape[1]))
         places = np.argsort(scores, axis=1)[:, :count]
         labels = np.full_like(inputs, NO_LABEL)
@@ -294,7 +293,7 @@ def _version(file: Path) -> str:
 def _cached(
     identity: str, read_parts: Callable[[], list[Array]]
 ) -> tuple[Path, str, tuple[tuple[int, int], ...]]:
-    """Returns the cached file of the joined arrays, their fingerprint, and each one's range."""
+    """Returns the cached file of the joined arrays, their fingerprint and ranges."""
     key = hashlib.blake2s(identity.encode(), digest_size=8).hexdigest()
     folder = cache_folder() / "data"
     folder.mkdir(exist_ok=True)
@@ -346,11 +345,10 @@ def _has_tokenizer(path: str) -> bool:
 
 
 def texts_of(name: str, workload: Workload) -> tuple[Callable[[], Iterable[bytes]], str]:
-    """Returns a function that reads the dataset's texts, and a string that changes with their
-    version.
+    """Returns a function that reads the dataset's texts, one for causal models or one per class,
+    and a string that changes with their version.
 
-    Causal models get one text, classifiers one per class. Both functions raise UsageError for
-    unsuitable data.
+    Both functions raise UsageError for unsuitable data.
     """
     labelled = workload.kind == "classification"
     kind, _, where = name.partition(":")

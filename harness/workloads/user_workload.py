@@ -72,7 +72,7 @@ class UserWorkload(Workload):
         return model
 
     def logits_of(self, output: Tensor | HasLogits) -> Tensor:
-        """Returns the output; casts half precision to fp32, in which all losses are computed."""
+        """Returns the output, in fp32 if it was in half precision."""
         import torch
 
         is_half = getattr(output, "dtype", None) in (torch.bfloat16, torch.float16)
@@ -124,8 +124,7 @@ class UserWorkload(Workload):
         raise UsageError(f"workload {self.name!r}: {why}")
 
     def require_trainable(self, sequence_length: int) -> None:
-        """Builds the model and computes losses as training does; raises UsageError for whatever
-        would fail, or would depend on the number of ranks."""
+        """Raises UsageError if training would fail or depend on the number of ranks."""
         import torch
 
         model = self._try("build()", lambda: self.build(0))
@@ -222,10 +221,8 @@ def _with_structure(workload: UserWorkload) -> UserWorkload:
 
 
 def _without_key_biases(model: nn.Module) -> Callable[[str, Tensor], Tensor]:
-    """Returns a function that drops attention key biases, whose gradient is zero.
-
-    They are the middle third of nn.MultiheadAttention's bias.
-    """
+    """Returns a function that drops attention key biases, the middle third of
+    nn.MultiheadAttention's bias."""
     import torch
     from torch import nn
 

@@ -38,8 +38,7 @@ OTHER_EXPERTS = Tolerance(
     "in half precision, the order of additions sends some tokens to other experts, so these experts"
     " and their router are trained on other tokens",
 )
-"""Tolerance for routers in half precision, where rounding decides between experts of similar score
-(docs/studies/parity-deviations.md)."""
+"""Tolerance for routers in half precision, where rounding decides between similar scores."""
 
 
 NEARLY_EQUAL_SCORES = Tolerance(
@@ -48,8 +47,7 @@ NEARLY_EQUAL_SCORES = Tolerance(
     "two experts' scores may differ only by the order of additions, which then decides where a"
     " token goes",
 )
-"""Tolerance for routers in fp32, where the order of additions decides between nearly equal scores
-(docs/studies/parity-deviations.md)."""
+"""Tolerance for routers in fp32 (docs/studies/parity-deviations.md)."""
 
 
 AUTO: dict[Kind, str] = {
@@ -61,7 +59,7 @@ AUTO: dict[Kind, str] = {
     "tokens": "AutoModelForTokenClassification",
     "image": "AutoModelForImageClassification",
 }
-"""Class of transformers that builds a model from a folder or hub, by kind."""
+"""Class of transformers that builds a model, by kind."""
 
 
 class HasLogits(Protocol):
@@ -74,7 +72,7 @@ class HasBalancingLoss(HasLogits, Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A model and its loss. Strategies use only this interface, and never compare model names."""
+    """A model and its loss, as strategies see them."""
 
     name: str
     kind: Kind
@@ -154,8 +152,7 @@ class Workload:
         return int(self.config[self.family.hidden_size_key])
 
     def hf_config(self) -> PretrainedConfig:
-        """Returns a config without key-value cache and without dropout, which would depend on the
-        layout."""
+        """Returns a config without key-value cache and dropout."""
         import transformers
 
         if self.pretrained:
@@ -449,7 +446,7 @@ def without_noise(config: PretrainedConfig) -> None:
 MEAN_WITHIN = 1e-3
 """Relative difference allowed between a batch's loss and the mean of its samples' losses."""
 REPEATED_WITHIN = 1e-5
-"""Relative difference allowed between two losses of the same batch; random ones rarely agree."""
+"""Relative difference allowed between two losses of the same batch."""
 MOST_TRIED = 100_000_000
 """Most parameters of a model that is tried with real tensors before a run."""
 

@@ -1,7 +1,6 @@
 """Variants of a workload by suffixes such as `llama-mini+nf4+lora`.
 
-A variant's reference is the same variant in one process. Sizes are fixed, so that cells of
-different hosts are comparable:
+Sizes are fixed, so that cells of different hosts are comparable:
 
 - adapters (peft): LoRA and DoRA of rank 8, scaled by 2, on all attention and MLP matrices. Prompt
 tuning, P-tuning (by an MLP or a two-layer LSTM) and prefix tuning, with 16 virtual tokens. IA3 on

@@ -251,6 +251,11 @@ def test_differences_of_the_cell_are_named() -> None:
         assert all(difference in text for difference in differences)
 
 
+def test_adapters_of_experts_have_no_command() -> None:
+    answer = verdict_of("mixtral-8x7b --gpus 8xh100 --method lora")[1]
+    assert (answer["verdict"], answer["command"]) == ("yes", "")
+
+
 def test_fused_code_has_no_command() -> None:
     """The suite's cells would need more memory than the answer."""
     question = "llama-1b --gpus 4090 --method lora --seq"

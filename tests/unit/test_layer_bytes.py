@@ -46,7 +46,30 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": SHARED,
     "qwen3_moe": ROUTED,
+    "phi3": {},
+    "starcoder2": {},
 }
+UNGATED: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 256, "n_head": 8, "n_inner": 768, "vocab_size": 128, "attn_pdrop": 0.0},
+    "opt": {"ffn_dim": 768, "word_embed_proj_dim": 256},
+    "phi": {"num_key_value_heads": 8},
+    "gpt_neox": {},
+    "bloom": {},
+    "falcon": {"ffn_hidden_size": 768},
+    "falcon new": {
+        "ffn_hidden_size": 768,
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+    },
+    "falcon old": {
+        "ffn_hidden_size": 768,
+        "multi_query": False,
+        "bias": True,
+        "parallel_attn": False,
+        "alibi": True,
+    },
+}
+"""Ungated models, whose heads have 32 elements, at the default dropout of their configs."""
 BATCH, SEQUENCE = 2, 63
 """No parameter has a multiple of 7 elements, so copies of weights are recognised."""
 FULL = {"fp32": Recipe("fp32"), "pure-bf16": Recipe("pure-bf16"), "bf16": Recipe("bf16")}
@@ -55,25 +78,55 @@ MOE_RECIPES = ("fp32", "pure-bf16")
 """peft and autocast treat experts' stacked matrices differently on CPUs."""
 
 
+def config_of(kind: str, layers: int = 2) -> Any:
+    transformers = pytest.importorskip("transformers")
+    if kind in MODELS:
+        sizes = SIZES | MODELS[kind]
+    else:
+        left_out = ("head_dim", "num_key_value_heads", *(["intermediate_size"] * (kind == "bloom")))
+        sizes = {name: size for name, size in SIZES.items() if name not in left_out}
+        sizes = UNGATED[kind] if kind == "gpt2" else sizes | UNGATED[kind]
+    layers_key = "n_layer" if kind in ("gpt2", "bloom") else "num_hidden_layers"
+    return transformers.AutoConfig.for_model(kind.split()[0], **sizes | {layers_key: layers})
+
+
 def model_of(kind: str, layers: int) -> Any:
     transformers = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(
-        kind, **SIZES | MODELS[kind] | {"num_hidden_layers": layers}
-    )
-    return transformers.AutoModelForCausalLM.from_config(config).train()
+    return transformers.AutoModelForCausalLM.from_config(config_of(kind, layers)).train()
+
+
+def compute_as_cuda_does(monkeypatch: pytest.MonkeyPatch, autocast: bool) -> None:
+    """Drops with masks of a byte per element; under autocast, powers and LayerNorm are in fp32."""
+    torch = pytest.importorskip("torch")
+    power, layer_norm = torch.pow, torch.nn.functional.layer_norm
+
+    def dropout(tensor: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        return torch.native_dropout(tensor, p, True)[0] if p and training else tensor
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropout)
+    if autocast:
+
+        def pow_in_fp32(base: Any, exponent: Any) -> Any:
+            return power(base.float() if torch.is_tensor(base) else base, exponent)
+
+        def layer_norm_in_fp32(tensor: Any, size: Any, weight: Any, bias: Any, eps: float) -> Any:
+            return layer_norm(tensor.float(), size, weight.float(), bias.float(), eps)
+
+        monkeypatch.setattr(torch, "pow", pow_in_fp32)
+        monkeypatch.setattr(torch.nn.functional, "layer_norm", layer_norm_in_fp32)
 
 
 def saved_bytes(kind: str, layers: int, recipe: Recipe) -> int:
     """Returns bytes that forward saves for backward, without parameters and autocast's copies."""
     torch = pytest.importorskip("torch")
     model = model_of(kind, layers)
-    body = model.model
+    body, embedding = model.base_model, model.get_input_embeddings()
     if recipe.precision == "pure-bf16":
         model.to(torch.bfloat16)
     if recipe.adapter:
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
-        body.embed_tokens.register_forward_hook(lambda _, __, output: output.requires_grad_())
+        embedding.register_forward_hook(lambda _, __, output: output.requires_grad_())
     autocast = recipe.adapter or recipe.precision == "bf16"
     sizes = {parameter.numel() for parameter in model.parameters()}
     owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -92,8 +145,7 @@ def saved_bytes(kind: str, layers: int, recipe: Recipe) -> int:
 
 
 def shape_of(kind: str, folder: Path) -> ModelShape:
-    transformers = pytest.importorskip("transformers")
-    transformers.AutoConfig.for_model(kind, **SIZES | MODELS[kind]).save_pretrained(folder)
+    config_of(kind).save_pretrained(folder)
     return parse_shape(f"hf:{folder}")
 
 
@@ -101,12 +153,15 @@ def shape_of(kind: str, folder: Path) -> ModelShape:
     ("kind", "name"),
     [
         (kind, name)
-        for kind in MODELS
+        for kind in (*MODELS, *UNGATED)
         for name in RECIPES
-        if name in MOE_RECIPES or "num_experts_per_tok" not in MODELS[kind]
+        if name in MOE_RECIPES or "num_experts_per_tok" not in MODELS.get(kind, {})
     ],
 )
-def test_a_layer_saves_the_bytes_that_are_counted(kind: str, name: str, tmp_path: Path) -> None:
+def test_a_layer_saves_the_bytes_that_are_counted(
+    kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute_as_cuda_does(monkeypatch, autocast=name in ("bf16", "lora"))
     recipe = dataclasses.replace(RECIPES[name], sequence=SEQUENCE, micro_batch=BATCH)
     saved = saved_bytes(kind, 3, recipe) - saved_bytes(kind, 2, recipe)
     counted = layer_bytes(shape_of(kind, tmp_path), recipe)
@@ -181,7 +236,9 @@ def test_shared_experts_are_part_of_a_layers_matrices(tmp_path: Path) -> None:
     layers = dict(model.model.layers.named_parameters())
     excluded = ("norm", "bias", "mlp.gate.", "shared_expert_gate")
     matrices = {n: p for n, p in layers.items() if not any(word in n for word in excluded)}
-    assert quantised_parameters(shape) == sum(p.numel() for p in matrices.values())
+    # bitsandbytes quantises linear layers, not experts.
+    quantised = [p.numel() for n, p in matrices.items() if ".experts." not in n]
+    assert quantised_parameters(shape) == sum(quantised)
     active = {n: p.numel() // (2 if ".experts." in n else 1) for n, p in matrices.items()}
     assert 2 * shape.active_parameters == sum(active.values())
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))

@@ -142,6 +142,20 @@ def test_the_answer_explains_itself() -> None:
     assert "One device" in " ".join(explanation(one))
 
 
+def test_slow_links_and_missing_bf16_are_part_of_the_answer() -> None:
+    slow = ClusterQuestion(parse_shape("gpt2-xl"), cluster_of("t4", 4, "pcie"), 1024, 32, 4)
+    text = " ".join(explanation(plan(slow, CALIBRATION)))
+    assert "fast links" not in text
+    assert "slow links" in text
+    assert "fp16" in text
+    fast = ClusterQuestion(
+        parse_shape("gpt2-xl"), cluster_of("h100-80gb", 4, "nvlink"), 1024, 32, 4
+    )
+    text = " ".join(explanation(plan(fast, CALIBRATION)))
+    assert "fast links" in text
+    assert "fp16" not in text
+
+
 def test_energy_as_a_goal_takes_least_and_waits_cost_less_than_work() -> None:
     found = plan(question(), CALIBRATION, goal="energy", top=20)
     joules = [candidate.joules_per_token or 0.0 for candidate in found.candidates]

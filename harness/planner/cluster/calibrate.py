@@ -131,8 +131,8 @@ def read_runs(
 ) -> MeasuredRuns:
     """Reads a CSV file with the Ultra-Scale Playbook's columns.
 
-    Skips rows whose factors do not multiply to the global batch. Raises UsageError if unreadable,
-    or for a missing column or unknown model.
+    Skips rows with inconsistent batches. Raises UsageError if unreadable, or for a missing column
+    or unknown model.
     """
     try:
         table = pd.read_csv(file)
@@ -439,8 +439,8 @@ def errors_by(
 def noise_of_twins(runs: MeasuredRuns) -> dict[str, float]:
     """Returns the standard deviation of a row's log time, by number of nodes.
 
-    Twins differ only in ZeRO stage (0 or 1), which hardly matters. Their median distance is divided
-    by 0.954, its value for two standard normals; NaN below three twins.
+    Twins differ only in ZeRO stage (0 or 1). Their median distance is divided by 0.954, its value
+    for two standard normals; NaN below three twins.
     """
     kept = np.flatnonzero(runs.ran & runs.consistent())
     seconds: dict[tuple[str, PlannedLayout], float] = {}

@@ -127,10 +127,7 @@ class TimeConstants:
 
 @dataclass(frozen=True)
 class MemoryConstants:
-    """Constants of the allocator's memory.
-
-    Priors that count tensors are accurate to 1 to 3 %; others are less certain.
-    """
+    """Constants of the allocator's memory."""
 
     fragmentation: float = constant(
         Prior(1.15, spread=0.15, low=1.0, high=1.7, unit="1"),
@@ -216,7 +213,7 @@ class ClusterSpread:
     time_per_doubling: float
     memory: float
     room: MemoryLimit
-    """Limit beyond which the allocator frees memory in every micro-batch, many times slower."""
+    """Limit beyond which the allocator frees memory in every micro-batch."""
     end: MemoryLimit
     """Limit beyond which a run fails even after freeing everything it can."""
     slow: float

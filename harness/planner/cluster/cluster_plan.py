@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from harness.host.gpu_models import gpu_named
 from harness.planner.cluster.calibration import ClusterCalibration
 from harness.planner.cluster.layout_memory import model_states, offloaded_bytes, owned_parameters
 from harness.planner.cluster.model_names import named_shapes
@@ -35,6 +36,8 @@ from harness.planner.cluster.step_time import one_forward_one_backward, stage_se
 from harness.planner.fitting import Floats, Ints
 from harness.spec.errors import UsageError
 
+SLOW_LINK = 64e9
+"""Bytes per second of PCIe 5.0, below which links within a node count as slow."""
 GOALS = ("throughput", "memory", "cost", "energy")
 REFINED = 256
 """Layouts whose pipelines are simulated, best first."""
@@ -422,6 +425,11 @@ def explanation(plan: ClusterPlan) -> list[str]:
             f"The question lies {best.doublings_beyond:.1f} doublings outside the calibrated range,"
             " so the intervals are wider and rest on an assumption."
         )
+    device = plan.question.cluster.device
+    if plan.question.precision != "fp32" and not gpu_named(device).bf16_flops_per_second:
+        sentences.append(
+            f"{device} computes bf16 in software: times assume its fp16 rate, and are longer."
+        )
     if plan.goal == "cost":
         sentences.append(
             "With a fixed number of devices, the fastest layout is also the cheapest; compare"
@@ -437,14 +445,19 @@ def explanation(plan: ClusterPlan) -> list[str]:
 
 def _place(plan: ClusterPlan) -> str:
     question, layout = plan.question, plan.candidates[0].layout
+    inside = question.cluster.reduce_bytes_per_second
     if question.devices == 1:
         return "One device: nothing is communicated, so only memory decides."
     if question.nodes == 1:
+        if inside < SLOW_LINK:
+            return (
+                f"One node with slow links ({inside / 1e9:.0f} GB/s): tensor parallelism, which"
+                " communicates in every layer, waits for them."
+            )
         return (
             "One node: all devices share fast links, so tensor parallelism is affordable if memory"
             " requires it."
         )
-    inside = question.cluster.reduce_bytes_per_second
     nodes, per_node = np.array(question.nodes), np.array(question.cluster.per_node)
     outside = float(question.cluster.bandwidth(inside, nodes, per_node))
     speed = "slow" if outside < inside / 4 else "fast"

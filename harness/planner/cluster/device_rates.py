@@ -15,14 +15,14 @@ USUAL_SHARE = 0.8
 REDUCE_SHARE, GATHER_SHARE = 0.9, 0.55
 """Bus bandwidth relative to one direction of a node's links.
 
-All-reduce: between 436 of 450 GB/s, measured on H100 nodes (Ultra-Scale Playbook), and 230 to 240
-of 300 GB/s, usual on A100 nodes. Gathers: 250 of 450 GB/s, measured on H100 nodes (same source)."""
+All-reduce: between 436 of 450 GB/s on H100 nodes (Ultra-Scale Playbook) and 230 to 240 of 300 on
+A100 nodes. Gathers: 250 of 450 on H100 nodes (same source).
+"""
 FABRIC_SHARE = 0.75
 """Largest share of Infinity Fabric's rate on which RCCL counts (ROCm/rccl, issue 1210)."""
 PCIE_BYTES_PER_SECOND = {"pcie": 12e9, "pcie-p2p": 24e9}
-"""Bus bytes per second of collectives over PCI Express 4.0 x16. NCCL counts 24 GB/s for a GPU below
-a host bridge (NVIDIA/nccl-tests, issue 307). Without peer-to-peer (GeForce drivers), half is
-assumed."""
+"""Bus bytes per second of collectives over PCI Express 4.0 x16. NCCL reaches 24 GB/s below a host
+bridge (NVIDIA/nccl-tests, issue 307); half is assumed without peer-to-peer (GeForce)."""
 
 
 @functools.cache
@@ -37,8 +37,8 @@ def inside_node(gpu: GpuModel, gpus: int, link: str) -> tuple[float, float] | No
     """Returns bus bytes per second of all-reduces and of gathers among a node's GPUs.
 
     `link` is `nvlink` (or Infinity Fabric), `pcie`, `pcie-p2p` or a rate per GPU and direction,
-    such as `450gbyte`; anything else returns None. Raises UsageError for `nvlink` if the GPU has
-    neither NVLink nor a known fabric.
+    such as `450gbyte`; anything else returns None. Raises UsageError for `nvlink` if the GPU has no
+    such link.
     """
     if rate := PCIE_BYTES_PER_SECOND.get(link):
         return rate, rate

@@ -1,6 +1,6 @@
 """Counts the bytes that training with PyTorch allocates on the fullest GPU.
 
-It covers Hugging Face's Llama, peft, bitsandbytes, FSDP and the loss. Nothing is fitted.
+Nothing is fitted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from harness.planner.cluster.recipe import (
 LOGIT_BYTES = {"transformers": 12, "transformers-2024": 14, "fused": 10, "native": 12}
 """Bytes per logit at the loss's peak.
 
-transformers holds bf16 logits, the fp32 log-softmax and its gradient, and the bf16 gradient. Before
-4.46: bf16 and fp32 logits, their shifted copy and the log-softmax. `fused` has no log-softmax,
-`native` fp32 logits instead of a second bf16 tensor."""
+transformers: bf16 logits and gradient, fp32 log-softmax and gradient. Before 4.46: bf16 and fp32
+logits, their shifted copy and the log-softmax. `fused` has no log-softmax, `native` fp32 logits.
+"""
 LOGIT_BYTES_WHOLE = {"transformers": 12, "transformers-2024": 16, "fused": 14, "native": 12}
 """Bytes per logit under FSDP1, whose hooks keep outputs until backward.
 
@@ -32,9 +32,8 @@ gradient if fused.
 """
 CAP_BYTES = 2
 """Additional bytes per logit for its hyperbolic tangent."""
-SCORE_BYTES = 8.0
-"""Bytes per softcapped attention score without fused attention. fp32: 4 each for the hyperbolic
-tangent and the softmax. bf16: 2 for the tangent, 4 for the softmax, 2 for its copy."""
+STEPWISE = ("gelu_new", "gelu_accurate")
+"""Activations that transformers computes step by step, keeping four tensors."""
 FINAL_NORM_BYTES = 6
 """Bytes per token and hidden element after the last layer."""
 WORKSPACE_BYTES = 67.1e6
@@ -42,17 +41,16 @@ WORKSPACE_BYTES = 67.1e6
 CONTEXT_BYTES, DISPLAY_BYTES, COLLECTIVE_BYTES = 0.6e9, 0.4e9, 0.5e9
 """Memory outside torch's allocator: CUDA context, desktop on consumer cards, collective buffers."""
 DORA_BYTES = 12.0
-"""Temporary bytes per element of a target whose norms peft 0.21 computes: the weight, the adapter's
-product, and their sum in fp32."""
+"""Temporary bytes per element of a target whose norms peft 0.21 computes: weight, adapter's product
+and their sum, in fp32."""
 FRAGMENTED = 0.05
-"""Share of a step's temporary bytes that stays unusable after the allocator frees its cache."""
+"""Share of a step's temporary bytes that fragmentation makes unusable."""
 MOST_CERTAIN = 0.98
 """Highest probability ever given."""
 SPREAD = 0.04
 """Standard deviation of log peak memory for Llama shapes on one or two GPUs."""
 SPREADS = {"experts": 0.12, "gpus": 0.04, "selective": 0.08, "gptq4": 0.03, "ungated": 0.06}
-"""Additional spread of unmeasured setups: mixtures of experts, more than two GPUs (per doubling),
-partial recomputation, other bases, ungated layers."""
+"""Additional spread of unmeasured setups; `gpus` is per doubling beyond two."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +134,8 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
         end += max(gradient, of.element) * layer / recipe.tensor
     if recipe.base != "bf16":
         end += 2.0 * shape.hidden * shape.widest_feed_forward
+    # The last layer's merged experts, and their gradients.
+    end += 2 * merged_bytes(shape, recipe) / recipe.tensor
     if recipe.adapter and recipe.adapter.dora:
         end += DORA_BYTES * shape.hidden * shape.widest_feed_forward
     if shape.tied and not recipe.adapter:
@@ -197,7 +197,16 @@ def _activations(shape: ModelShape, recipe: Recipe) -> float:
         per_token = (4.0 if recipe.fp32_stream else _stream(recipe)) * shape.hidden
     if recipe.recompute.startswith("selective"):
         per_token = selective_bytes(shape, recipe)
-    return recipe.tokens * shape.layers * per_token / recipe.tensor
+    merged = 0.0 if recipe.recompute == "full" else merged_bytes(shape, recipe)
+    return shape.layers * (recipe.tokens * per_token + merged) / recipe.tensor
+
+
+def merged_bytes(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns the bytes of a layer's experts with their adapters added, which peft 0.21 keeps for
+    backward next to the experts (`ParamWrapper`)."""
+    if recipe.adapter is None or not recipe.adapter.adapts_experts(shape):
+        return 0.0
+    return 2.0 * shape.experts * shape.expert_parameters
 
 
 def _stream(recipe: Recipe) -> float:
@@ -208,10 +217,8 @@ def _stream(recipe: Recipe) -> float:
 
 
 def selective_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns a partly recomputed layer's bytes per token.
-
-    It keeps its input, attention's output, and outputs of all or half of the matrix products.
-    """
+    """Returns a partly recomputed layer's bytes per token: its input, attention's output, and
+    outputs of all or half of the matrix products."""
     feed = shape.active_feed_forward
     products = shape.attention_width + 2 * shape.kv_width + 2 * shape.hidden
     products += feed * (2 if shape.gated else 1)
@@ -222,39 +229,95 @@ def selective_bytes(shape: ModelShape, recipe: Recipe) -> float:
 
 
 def layer_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns a layer's bytes per token kept for backward.
-
-    Attention keeps queries, keys, values and output; the gated product four feed-forward tensors.
-    The two usual norms also keep their outputs, as inputs of the products that follow.
-    """
-    hidden, width, keys = shape.hidden, shape.attention_width, shape.kv_width
-    feed = shape.active_feed_forward
-    tensors = 4 if shape.gated else 2
-    attention = 4.0 * width + 4.0 * keys + 4.0 * shape.heads
+    """Returns a layer's bytes per token kept for backward."""
+    hidden, code = shape.hidden, shape.layer_code
     norm = norm_bytes(shape, recipe)
-    further = norm * shape.further_normalised
+    # The stream between layers is fp32 under autocast, and so is its normalised tensor.
+    usual = 8.0 if _autocast(recipe) and not code.layer_norm else norm
+    # Each LayerNorm casts a bf16 input itself.
+    read = code.norm_outputs if recipe.adapter else code.norm_inputs
+    norms = usual * read * hidden + norm * shape.further_normalised
     # Gradients of the routing weights need what experts return, and those of experts their inputs.
-    weighted = shape.routed_width + hidden * (shape.shared_feed_forward > 0)
-    routed = weighted + shape.routed_width * (recipe.adapter is None)
-    element = _element(recipe)
-    further += element * routed
-    if scores := _scores(shape, recipe):
-        # Copies keys and values for every query head.
-        further += SCORE_BYTES * scores / recipe.tokens + 2 * element * (width - keys)
+    routed = shape.routed_width + hidden * (shape.shared_feed_forward > 0)
+    if recipe.adapter is None or recipe.adapter.adapts_experts(shape):
+        routed += shape.routed_width
+    masks = float(code.dropouts * hidden)
+    products = _input_bytes(shape, recipe) + _feed_bytes(shape, recipe)
+    attention = _attention_bytes(shape, recipe)
+    return norms + products + attention + _element(recipe) * routed + masks
+
+
+def _input_bytes(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns the bytes of the norms' outputs, as inputs of products, and of adapters' tensors.
+
+    Autocast casts the input of every matrix separately.
+    """
+    hidden = shape.hidden
     if recipe.adapter:
-        targets = recipe.adapter.targets
-        # Autocast casts each target's input separately.
-        inputs = 2.0 * hidden * sum(name in targets for name in ("q", "k", "v", "gate", "up"))
-        inputs += 2.0 * width * ("o" in targets)
-        product = 2.0 * feed * (tensors - 1 + ("down" in targets))
+        matrices = recipe.adapter.matrices(shape)
+        inputs = 2.0 * sum(size for name, (size, _) in matrices.items() if name != "down")
+        # The router's.
+        inputs += 2.0 * hidden * recipe.adapter.adapts_experts(shape)
         # DoRA scales both the target's output and the adapter's, and keeps them for backward.
-        scaled = 4.0 * recipe.adapter.outputs(shape) if recipe.adapter.dora else 0.0
-        return 2 * norm * hidden + inputs + attention + product + scaled + further
-    if recipe.precision == "fp32":
-        return 24.0 * hidden + 2 * attention + 4.0 * tensors * feed + further
-    if recipe.precision == "bf16" and recipe.sharding == "none":
-        return 26.0 * hidden + attention + 2.0 * tensors * feed + further
-    return 2 * (norm + 2) * hidden + attention + 2.0 * tensors * feed + further
+        return inputs + (4.0 * recipe.adapter.outputs(shape) if recipe.adapter.dora else 0.0)
+    if _autocast(recipe):
+        fused = shape.layer_code.fused
+        return 2.0 * hidden * ((1 if fused else 3) + (2 if shape.gated and not fused else 1))
+    return _element(recipe) * hidden * shape.layer_code.norm_outputs
+
+
+def _attention_bytes(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns the bytes of queries, keys, values, output and what else attention keeps."""
+    width, keys, code = shape.attention_width, shape.kv_width, shape.layer_code
+    element = _element(recipe)
+    scores = _score_bytes(shape, recipe) * _scores(shape, recipe) / recipe.tokens
+    if code.repeated_keys or _softcapped(shape, recipe):
+        keys = width
+    kept = 3.0 * width if code.attention != "fused" else width + 2.0 * keys
+    kept *= 4.0 if code.attention == "math" else element
+    if code.attention == "fused" or recipe.adapter is None:
+        kept += element * width
+    if code.copied_output and recipe.adapter is None:
+        kept += element * width
+    masks = code.mask + shape.heads * (code.alibi and _autocast(recipe))
+    rotated = code.whole_projection and not (code.separate_bias and _autocast(recipe))
+    kept += element * ((width + shape.kv_width) * rotated + recipe.sequence * masks)
+    return kept + 4.0 * shape.heads + scores
+
+
+def _feed_bytes(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns the bytes of the feed-forward block between its products.
+
+    A gated one keeps both factors, the activated gate and the product. CUDA's autocast computes
+    powers in fp32, which makes later tensors of NewGELU fp32.
+    """
+    element, feed = _element(recipe), shape.active_feed_forward
+    activation = shape.layer_code.activation
+    if shape.gated:
+        within = 3 * element
+    elif activation in STEPWISE:
+        within = 14.0 if _casts(recipe) else 4 * element
+    elif activation == "relu" and recipe.adapter is None:
+        # Its output is what the next product keeps.
+        within = 0.0
+    else:
+        within = 4.0 if shape.layer_code.separate_bias and _autocast(recipe) else element
+    adapter = recipe.adapter
+    if adapter and not adapter.adapts_experts(shape):
+        kept, _ = adapter.matrices(shape).get("down", (0, 0))
+    else:
+        kept = feed
+    return within * feed + element * kept
+
+
+def _autocast(recipe: Recipe) -> bool:
+    """Returns whether products cast fp32 states; FSDP casts whole layers instead."""
+    return recipe.precision == "bf16" and recipe.sharding == "none" and recipe.adapter is None
+
+
+def _casts(recipe: Recipe) -> bool:
+    """Returns whether training runs under autocast, as with adapters."""
+    return recipe.adapter is not None or _autocast(recipe)
 
 
 def _element(recipe: Recipe) -> float:
@@ -262,22 +325,38 @@ def _element(recipe: Recipe) -> float:
 
 
 def _scores(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns the number of a layer's attention scores; 0 if attention is fused.
-
-    transformers' default attention for softcapped scores is not fused.
-    """
-    if not shape.softcapped or recipe.library == "native":
+    """Returns the number of a layer's attention scores; 0 if attention is fused."""
+    if not _score_bytes(shape, recipe):
         return 0.0
     return float(shape.heads) * recipe.sequence * recipe.tokens
+
+
+def _score_bytes(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns the bytes kept per attention score.
+
+    fp32: 4 each for the softmax and a softcap's tanh. bf16: 4 for the softmax, 2 for its copy, 2
+    for the tanh. torch's fallback computes in fp32.
+    """
+    if _softcapped(shape, recipe):
+        return 8.0
+    fp32 = _element(recipe) == 4.0
+    return {"fused": 0.0, "eager": 4.0 if fp32 else 6.0, "math": 4.0}[shape.layer_code.attention]
+
+
+def _softcapped(shape: ModelShape, recipe: Recipe) -> bool:
+    """Returns whether attention has a softcap, which transformers' default does not fuse."""
+    return shape.softcapped and recipe.library != "native"
 
 
 def norm_bytes(shape: ModelShape, recipe: Recipe) -> float:
     """Returns the bytes per element that a norm keeps for backward, without its output.
 
-    transformers' norms keep an fp32 copy of the input. If trained, they also keep the normalised
-    tensor, in the type in which they apply the weight. Fused norms keep the input alone.
+    LayerNorm and fused norms keep the input alone, transformers' RMSNorm an fp32 copy. If trained,
+    it also keeps the normalised tensor, in the type in which it applies the weight.
     """
     fp32 = _element(recipe) == 4.0
+    if shape.layer_code.layer_norm:
+        return 4.0 if fp32 or _casts(recipe) else 2.0
     if recipe.library in ("native", "fused"):
         return 4.0 if fp32 else 2.0
     if recipe.adapter:

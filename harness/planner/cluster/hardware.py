@@ -24,8 +24,8 @@ GIGA = 1e9
 HOST_MEMORY_SHARE = 2.0
 """Host memory relative to the memory of a node's devices. Assumed; DGX A100 and H100 have 3."""
 WIRE_SHARE = 0.73
-"""Share of the rate between nodes in a large all-reduce: 36.5 of 50 GB/s per device for 4 GiB over
-4 nodes of 8 B200 (S. Bekman, Machine Learning Engineering, chapter on networks, 2026)."""
+"""Share of the rate between nodes in a large all-reduce: 36.5 of 50 GB/s on 4 nodes of 8 B200 (S.
+Bekman, Machine Learning Engineering, networks, 2026)."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Cluster:
         """Returns a collective's bus bandwidth in bytes per second (shape as `nodes`).
 
         `inside`: bandwidth among all devices of a node, an upper bound. `share`: fraction reached
-        between nodes. Nodes first reduce or gather inside, so with n ranks in k nodes
-        (k - 1) / (n - 1) of the bytes cross a device's link (Bekman, 2026, see WIRE_SHARE). A
-        node's groups use separate links.
+        between nodes. With n ranks in k nodes, (k - 1) / (n - 1) of the bytes cross a device's
+        link, as nodes reduce inside first (Bekman, 2026, see WIRE_SHARE). A node's groups use
+        separate links.
         """
         wire = self.wire_bytes_per_second or inside
         pairs = np.maximum(1, ranks_per_node - 1) / max(1, self.per_node - 1)
@@ -120,9 +120,9 @@ def cluster_of(
     """Returns a cluster of these devices and links.
 
     `link` is a name in hardware.yaml or `INSIDE,BETWEEN`: the link within a node (`inside_node`),
-    and each device's rate to other nodes (`400gbit`), empty for a single node.
-    `host_memory_bytes`: per node; None assumes HOST_MEMORY_SHARE. Raises UsageError for an unknown
-    device or link, and for amounts that cannot be.
+    and each device's rate to other nodes (`400gbit`), empty for a single node. `host_memory_bytes`:
+    per node; None assumes HOST_MEMORY_SHARE. Raises UsageError for an unknown device or link, or an
+    impossible amount.
     """
     if per_node < 1:
         raise UsageError(f"devices per node is {per_node}; give at least 1")
@@ -157,7 +157,7 @@ def cluster_of(
 
 
 def _rates(model: GpuModel, per_node: int, link: str) -> tuple[float, float, float | None]:
-    """Returns rates of all-reduce and gathers within a node, and of a device to other nodes."""
+    """Returns bytes per second of all-reduce and gathers in a node, and of a device to others."""
     if chosen := measured_links().get(link):
         return GIGA * chosen.reduce, GIGA * chosen.gather, GIGA * chosen.rate
     inner, _, outer = (part.strip() for part in link.lower().partition(","))

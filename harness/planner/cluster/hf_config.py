@@ -1,7 +1,6 @@
 """Reads a model's shape and exact parameter count from a transformers config.json.
 
-Follows transformers' code, whose import takes seconds. If installed, transformers counts types not
-in FAMILIES.
+Follows transformers' code without importing it, except for types not in FAMILIES.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from harness.host.packages import is_installed
-from harness.planner.cluster.model_shape import ModelShape
+from harness.planner.cluster.model_shape import LAYER_NORM, RMS_NORM, LayerCode, ModelShape
 from harness.spec.errors import UsageError
 
 Config: TypeAlias = Mapping[str, object]
@@ -42,6 +41,9 @@ class ConfigFamily:
     """Learned positions beyond the configured number; -1 if there are none."""
     bias_key: str = ""
     """Config key that switches all attention biases."""
+    code: LayerCode = RMS_NORM
+    dropout: float = 0.0
+    """Default share of hidden elements that are dropped."""
 
 
 UNKNOWN = ConfigFamily()
@@ -49,18 +51,37 @@ UNKNOWN = ConfigFamily()
 PLAIN = ConfigFamily(positions=-1)
 GEMMA = replace(PLAIN, tied=True, fp32_norms=True)
 GPT = ConfigFamily(
-    tied=True, gated=False, norm=2, qkv_bias=True, out_bias=True, feed_bias=True, positions=0
+    tied=True,
+    gated=False,
+    norm=2,
+    qkv_bias=True,
+    out_bias=True,
+    feed_bias=True,
+    positions=0,
+    code=LAYER_NORM,
+)
+NEOX_CODE = replace(LAYER_NORM, norm_inputs=1, whole_projection=True, copied_output=True)
+PHI_CODE = replace(
+    LAYER_NORM,
+    fused=False,
+    norm_inputs=1,
+    norm_outputs=1,
+    activation="gelu_new",
+    copied_output=True,
 )
 FAMILIES: dict[str, ConfigFamily] = {
     "llama": replace(PLAIN, bias_key="attention_bias"),
     "mistral": PLAIN,
     "mixtral": PLAIN,
     "granite": replace(PLAIN, bias_key="attention_bias"),
-    "phi3": PLAIN,
+    "phi3": replace(
+        PLAIN,
+        code=replace(RMS_NORM, fused=True, whole_projection=True, copied_output=True),
+    ),
     "olmo2": replace(PLAIN, head_norms=2, fp32_norms=True),
     "olmoe": replace(PLAIN, head_norms=2),
     "qwen2": replace(PLAIN, qkv_bias=True),
-    "qwen2_moe": replace(PLAIN, qkv_bias=True),
+    "qwen2_moe": replace(PLAIN, qkv_bias=True, code=replace(RMS_NORM, adapted_experts=False)),
     "qwen2_vl_text": replace(PLAIN, qkv_bias=True),
     "qwen2_5_vl_text": replace(PLAIN, qkv_bias=True),
     "qwen3": replace(PLAIN, head_norms=1),
@@ -70,13 +91,15 @@ FAMILIES: dict[str, ConfigFamily] = {
     "gemma": GEMMA,
     "gemma2": replace(GEMMA, layer_norms=4, softcapped=True),
     "gemma3_text": replace(GEMMA, layer_norms=4, head_norms=1),
-    "gpt2": GPT,
-    "opt": replace(GPT, positions=2),
+    "gpt2": replace(GPT, dropout=0.1, code=replace(LAYER_NORM, activation="gelu_new", dropouts=2)),
+    "opt": replace(
+        GPT, positions=2, dropout=0.1, code=replace(LAYER_NORM, fused=False, activation="relu")
+    ),
     "falcon": replace(GPT, positions=-1, qkv_bias=False, out_bias=False, feed_bias=False),
-    "gpt_neox": replace(GPT, tied=False, positions=-1),
-    "phi": replace(GPT, tied=False, positions=-1, layer_norms=1, head_bias=True),
-    "starcoder2": replace(GPT, tied=True, positions=-1),
-    "bloom": replace(GPT, positions=-1),
+    "gpt_neox": replace(GPT, tied=False, positions=-1, code=NEOX_CODE),
+    "phi": replace(GPT, tied=False, positions=-1, layer_norms=1, head_bias=True, code=PHI_CODE),
+    "starcoder2": replace(GPT, tied=True, positions=-1, code=replace(LAYER_NORM, fused=False)),
+    "bloom": replace(GPT, positions=-1, code=replace(LAYER_NORM, attention="eager")),
 }
 QWEN2_MOE_SHARED = 5632
 """transformers' default of `shared_expert_intermediate_size`."""
@@ -99,13 +122,15 @@ TEXT_SIZES: dict[str, tuple[int, ...]] = {
 """transformers' defaults of SIZES, 0 if they follow from others. A `text_config` omits them."""
 USUAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Names under which transformers' configs have their sizes, if any."""
+DROPOUTS = ("resid_pdrop", "dropout", "hidden_dropout", "residual_dropout")
+"""Names of the share of hidden elements that layers drop."""
 UNTIED_BY_CONFIG = "tie_word_embeddings"
 
 
 def from_config(path: Path) -> ModelShape:
     """Reads a transformers config.json; raises UsageError if it is unreadable or lacks a size.
 
-    If the model has a text config of one of the FAMILIES, only the text model is counted.
+    Only the text model counts, if its type is in FAMILIES.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read(file)
@@ -165,12 +190,46 @@ def _shape(file: Path, config: Config, kind: str, name: str) -> ModelShape:
         head_norms=family.head_norms > 0,
         fp32_norms=family.fp32_norms,
         softcapped=family.softcapped,
+        code=_code(config, kind, family) if kind in FAMILIES else None,
     )
 
 
+def _code(config: Config, kind: str, family: ConfigFamily) -> LayerCode:
+    """Returns the family's code as the config changes it, from transformers' modeling files."""
+    code = family.code
+    for key in ("hidden_act", "activation_function", "activation"):
+        if code.layer_norm and kind != "bloom" and isinstance(config.get(key), str):
+            code = replace(code, activation=str(config[key]))
+    shares = [config[key] for key in DROPOUTS if key in config]
+    code = replace(code, dropouts=2 * any(shares or [family.dropout]))
+    if kind != "falcon":
+        return code
+    alibi, new, bias = (
+        bool(config.get(key)) for key in ("alibi", "new_decoder_architecture", "bias")
+    )
+    one_head = not new and bool(config.get("multi_query", True))
+    norms = _falcon_norms(config)
+    return replace(
+        code,
+        norm_inputs=1 if config.get("parallel_attn", True) else 2,
+        norm_outputs=norms,
+        attention="math" if one_head else "fused",
+        repeated_keys=new,
+        mask=not alibi and not one_head,
+        alibi=alibi,
+        separate_bias=bias,
+        whole_projection=not (alibi or new or one_head),
+    )
+
+
+def _falcon_norms(config: Config) -> int:
+    new = bool(config.get("new_decoder_architecture"))
+    two = new and config.get("num_ln_in_parallel_attn") in (None, 2)
+    return 2 if two or not config.get("parallel_attn", True) else 1
+
+
 def _text_config(config: Config) -> Config:
-    """Returns the text model's entries with transformers' defaults; empty without a supported text
-    config."""
+    """Returns the text model's entries with transformers' defaults; empty if not supported."""
     text = config.get("text_config")
     if str(config.get("model_type")) in FAMILIES or not isinstance(text, dict):
         return {}
@@ -182,8 +241,8 @@ def _text_config(config: Config) -> Config:
 
 
 def _built(file: Path, entries: Config) -> tuple[Config, int]:
-    """Returns the config with transformers' defaults and names, and the parameter count; raises
-    UsageError if it cannot be built."""
+    """Returns the config with transformers' defaults, and the parameter count; raises UsageError if
+    it cannot be built."""
     from harness.workloads.catalog import make_workload
 
     where = file.parent if file.name == "config.json" else file
@@ -233,9 +292,7 @@ def _others(config: Config, kind: str, family: ConfigFamily, shape: ModelShape) 
         qkv = out = bool(config.get("attention_bias", True))
     if kind == "falcon":
         qkv = out = feeds = bool(config.get("bias", False))
-        new = bool(config.get("new_decoder_architecture"))
-        two = new and config.get("num_ln_in_parallel_attn") in (None, 2)
-        layer_norms = 2 if two or not config.get("parallel_attn", True) else 1
+        layer_norms = _falcon_norms(config)
     if kind == "llama":
         feeds = bool(config.get("mlp_bias", False))
     per_layer = (family.norm * layer_norms - 2 - shape.extra_norms) * hidden

@@ -56,11 +56,8 @@ def model_states(
     of: StateBytes,
     whole_gradients: Ints | int = 0,
 ) -> tuple[Floats, Floats, Floats]:
-    """Returns bytes of parameters, gradients and optimizer state on a rank.
-
-    A rank holds `held` parameters before ZeRO shards them and updates `owned` (arXiv 1910.02054,
-    section 5).
-    """
+    """Returns bytes of parameters, gradients and optimizer state on a rank, which holds `held`
+    parameters before ZeRO shards them and updates `owned` (arXiv 1910.02054, section 5)."""
     parameters = of.element * np.where(np.asarray(zero) >= 3, owned, held)
     sharded = (np.asarray(zero) >= 2) & (np.asarray(whole_gradients) == 0)
     gradients = of.gradient * np.where(sharded, owned, held)
@@ -111,7 +108,7 @@ def offloaded_bytes(
 ) -> Floats:
     """Returns bytes that a node's devices offload (shape [layouts]).
 
-    Optimizer states, from level 2 on also parameters and gradients (ZeRO-Infinity, arXiv
+    These are optimizer states and, from level 2 on, parameters and gradients (ZeRO-Infinity, arXiv
     2104.07857). `owned`: parameters that a rank of the largest stage updates.
     """
     states = np.where(layouts.offload >= 2, of.updated + of.element + of.gradient, of.updated)
@@ -121,7 +118,7 @@ def offloaded_bytes(
 
 
 def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats, of: StateBytes) -> Bools:
-    """Returns whether a node can hold what its devices offload; `owned`: see offloaded_bytes."""
+    """Returns whether a node can hold what its devices offload (see offloaded_bytes)."""
     node = offloaded_bytes(cluster, layouts, owned, of)
     room = np.where(layouts.offload == 3, cluster.disk_bytes, cluster.host_memory_bytes)
     result: Bools = node <= room
@@ -131,7 +128,7 @@ def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats, of: S
 def in_flight(layouts: PlannedLayouts, stage: LayerStage) -> Floats:
     """Counts micro-batches whose activations a stage holds under 1F1B.
 
-    One for itself and each later stage (PipeDream-2BW, arXiv 2006.09503), more with interleaved
+    One for each stage from its own on (PipeDream-2BW, arXiv 2006.09503), more with interleaved
     chunks (Megatron-LM, arXiv 2104.04473, section 2.2).
     """
     plain = np.minimum(layouts.pipeline - stage.first, layouts.accumulation).astype(float)
@@ -311,8 +308,7 @@ def with_native(needed: LayoutMemory, native: NativeMemory) -> LayoutMemory:
 def capped(demand: Floats, limit: float, knee: float) -> Floats:
     """Returns bytes reserved under a limit: the demand up to a knee, then ever less of it.
 
-    PyTorch's allocator frees cached blocks when memory runs out (its notes on CUDA semantics). The
-    exponential is assumed.
+    PyTorch's allocator frees cached blocks when memory runs out. The exponential is assumed.
     """
     start = knee * limit
     room = max(limit - start, 1e-6 * limit)

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from harness.planner.cluster.hf_config import from_config
+from harness.planner.cluster.hf_config import FAMILIES, from_config
 from harness.planner.cluster.model_shape import ModelShape
 from harness.spec.errors import UsageError
 
@@ -17,7 +17,8 @@ from harness.spec.errors import UsageError
 def named_shapes() -> dict[str, ModelShape]:
     text = Path(__file__).parents[1].joinpath("models.yaml").read_text(encoding="utf-8")
     rows = yaml.safe_load(text)["models"]
-    return {row["name"]: ModelShape(**row) for row in rows}
+    codes = {row["name"]: FAMILIES[row.pop("code")].code for row in rows if "code" in row}
+    return {row["name"]: ModelShape(code=codes.get(row["name"]), **row) for row in rows}
 
 
 def parse_shape(text: str) -> ModelShape:
@@ -37,7 +38,7 @@ def parse_shape(text: str) -> ModelShape:
     )
 
 
-_SIZES = [field.name for field in dataclasses.fields(ModelShape) if field.name != "name"]
+_SIZES = [f.name for f in dataclasses.fields(ModelShape) if f.type in ("int", "bool")]
 _FLAGS = [field.name for field in dataclasses.fields(ModelShape) if field.type == "bool"]
 
 

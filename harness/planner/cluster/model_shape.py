@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Literal
 
 from harness.spec.errors import UsageError
 
@@ -12,8 +13,44 @@ MOST_LAYERS, MOST_ELEMENTS = 10_000, 10**7
 OPTIONAL_SIZES = ("kv_heads", "head_size", "shared_feed_forward", "extra_norms")
 """Sizes that may be 0."""
 FULL = 0.997
-"""Share of its part of the cost at which a stage is full. nanotron's is 1; the difference
-matters only for measured runs of 32 layers in 16 stages."""
+"""Share of its part of the cost at which a stage is full; nanotron's is 1."""
+
+
+@dataclass(frozen=True)
+class LayerCode:
+    """How transformers' code of a layer differs in what it keeps for backward."""
+
+    layer_norm: bool = False
+    """LayerNorm, a single kernel, instead of RMSNorm."""
+    norm_inputs: int = 2
+    """Different tensors that the two usual norms read."""
+    norm_outputs: int = 2
+    fused: bool = False
+    """Whether one matrix makes queries, keys and values."""
+    activation: str = "silu"
+    """transformers' name of the activation."""
+    attention: Literal["fused", "eager", "math"] = "fused"
+    """`eager` is BLOOM's; `math` is torch's fallback for one key head (multi-query Falcon)."""
+    repeated_keys: bool = False
+    """Whether keys and values are copied for every query head."""
+    mask: bool = False
+    """Whether each layer keeps an attention mask."""
+    alibi: bool = False
+    """Whether autocast copies an attention mask that differs between heads."""
+    separate_bias: bool = False
+    """Whether biases are added after products, in fp32 under autocast."""
+    whole_projection: bool = False
+    """Whether rotated queries and keys are kept next to the projection."""
+    copied_output: bool = False
+    """Whether attention's output is kept twice, in two layouts."""
+    dropouts: int = 0
+    """Masks of dropped hidden elements."""
+    adapted_experts: bool = True
+    """Whether peft's `all-linear` adapts routed experts."""
+
+
+RMS_NORM = LayerCode()
+LAYER_NORM = LayerCode(layer_norm=True, fused=True, activation="gelu")
 
 
 @dataclass(frozen=True)
@@ -45,9 +82,11 @@ class ModelShape:
     """Whether norms apply their weights in fp32, before the cast (Gemma, OLMo 2)."""
     softcapped: bool = False
     """Whether a hyperbolic tangent bounds attention scores and logits (Gemma 2)."""
+    code: LayerCode | None = None
+    """Code of a layer; None means Llama's or, if ungated, GPT's."""
     other: int = 0
-    """Parameters beyond the matrices and the norms of hidden states: biases, norms of heads,
-    positions, gates of shared experts."""
+    """Parameters beyond matrices and norms of hidden states: biases, norms of heads, positions,
+    gates of shared experts."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -81,6 +120,10 @@ class ModelShape:
                 f"model {self.name!r}: experts_per_token is {self.experts_per_token}, more than the"
                 f" {self.experts} experts; give fewer"
             )
+
+    @property
+    def layer_code(self) -> LayerCode:
+        return self.code or (RMS_NORM if self.gated else LAYER_NORM)
 
     @property
     def attention_width(self) -> int:
@@ -157,10 +200,7 @@ class ModelShape:
 
 
 def padded_head(size: int) -> int:
-    """Returns fused attention's head size: the next power of two from 32.
-
-    FlashAttention takes as long for 96 as for 128.
-    """
+    """Returns FlashAttention's head size: the next power of two from 32."""
     return max(32, 1 << (size - 1).bit_length())
 
 
@@ -183,9 +223,9 @@ def stages(shape: ModelShape, pipeline: int) -> tuple[LayerStage, ...]:
 def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[LayerStage, list[int]], ...]:
     """Returns the kinds of stages in a pipeline balanced by cost, and the indices of each.
 
-    Layers and head are assigned in order; a stage is full once the cost passes its share. Cost is
-    the number of parameters a token passes through (nanotron, `build_model` and
-    `get_block_compute_costs`). Equal numbers of layers (Megatron-LM) are used if faster.
+    Stages are filled in order. Cost is the number of parameters a token passes through (nanotron,
+    `build_model` and `get_block_compute_costs`). Equal numbers of layers (Megatron-LM) are used if
+    faster.
     """
     layer = shape.active_parameters
     head = shape.embedding_parameters

@@ -30,16 +30,16 @@ from harness.planner.fitting import Bools, Floats, Ints
 from harness.spec.errors import UsageError
 
 COMPUTING, WAITING = 0.85, 0.45
-"""Assumed shares of maximum power while computing, and while communicating or waiting: idle devices
-draw about 0.1, but waiting kernels keep clocks high."""
+"""Assumed shares of maximum power while computing, and while communicating or waiting, when clocks
+stay high."""
 SPREAD = 0.2
 """Assumed half-width of the 80 % interval of log energy."""
 
 PENDING_DONE = 0.5
 """Assumed share of pending activations freed while the allocator waits."""
 REFUSED_BELOW = 1 / 3
-"""Probability of running below which layouts are refused: less than one half, because false alarms
-are worse (docs/studies/planner-accuracy.md)."""
+"""Probability of running below which layouts are refused; less than one half, because false alarms
+are worse."""
 UNMEASURED = 0.07
 """Half-width for each of `unmeasured_kinds`. With it, intervals cover 80 % of other programs'
 published runs (scripts/planner_widths.py)."""
@@ -74,9 +74,8 @@ def energy(
 ) -> LayoutEnergy:
     """Returns joules per token: devices x power x seconds, over a step's tokens.
 
-    Maximum power is from data sheets (power.yaml); its shares are assumed. `seconds` and
-    `half_width` (shape [layouts]) are the step's. Hosts, networks and cooling are excluded. Raises
-    UsageError for unknown power.
+    Maximum power is from data sheets (power.yaml), without hosts, networks and cooling. `seconds`
+    and `half_width` (shape [layouts]) are the step's. Raises UsageError for unknown power.
     """
     device = question.cluster.device
     if device not in watts():
@@ -249,9 +248,8 @@ def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floa
     """Returns row numbers, best first (arrays of shape [rows]).
 
     The first has the highest speed times probability of fitting; ties (TIE) go to the least memory.
-    The next, up to TRIED, each add the largest expected improvement (Jones, Schonlau and Welch,
-    1998), so a faster layout that may not fit beats a slower one that surely fits. Others follow by
-    speed times probability.
+    The next, up to TRIED, add the largest expected improvement (Jones, Schonlau and Welch, 1998).
+    Others follow by speed times probability.
 
     `half_width`: of the 80 % interval of log seconds.
     """

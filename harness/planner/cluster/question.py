@@ -23,7 +23,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A layout; pipeline is the outermost axis, tensor the innermost (its ranks share a node)."""
+    """A layout; pipeline is the outermost axis, tensor the innermost."""
 
     data: int = 1
     pipeline: int = 1
@@ -46,7 +46,7 @@ class PlannedLayout:
     """Model chunks per pipeline rank; above 1, the schedule is interleaved."""
     whole_gradients: int = 0
     """1 if ranks with ZeRO 2 or 3 hold whole gradients until the last micro-batch (FSDP2 without
-    synchronisation); 0 if every micro-batch reduces them."""
+    synchronisation)."""
 
     @property
     def devices(self) -> int:

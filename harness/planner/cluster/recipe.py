@@ -13,11 +13,11 @@ Base = Literal["bf16", "int8", "nf4", "nf4-double", "gptq4"]
 Sharding = Literal["none", "full"]
 Recompute = Literal["none", "selective", "full", "selective-op"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-"""What backward recomputes: nothing, all but matrix products and attention, whole layers, or every
-second matrix product too (torchtitan's selective recomputation by operator)."""
+"""What backward recomputes: nothing, all but matrix products and attention, whole layers, or also
+every second product (torchtitan's selective recomputation by operator)."""
 Library = Literal["transformers", "transformers-2024", "fused", "native"]
-"""Code of model and loss: transformers since 4.46, transformers before that, transformers with
-fused cross-entropy and norms, or torch's own fused norm (torchtitan, torchtune)."""
+"""Code of model and loss: transformers since 4.46, before that, with fused cross-entropy and norms,
+or torch's own fused norm (torchtitan, torchtune)."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,8 @@ STATES: dict[Precision, StateBytes] = {
     "pure-bf16-fp32-reduce": StateBytes(2, 4, 4, 2, 2),
     "pure-bf16-fused": StateBytes(2, 0, 4, 2, 2),
 }
-"""`bf16` is autocast: fp32 states, bf16 products. FSDP gathers bf16 copies of fp32 shards, at the
-same bytes per parameter. `pure-bf16-fused` updates during backward, so it cannot accumulate
-gradients."""
+"""`bf16` is autocast: fp32 states, bf16 products. `pure-bf16-fused` updates during backward, so it
+cannot accumulate gradients."""
 
 SUITE_CELLS: dict[Precision, tuple[str, str]] = {
     "fp32": ("", "fp32"),
@@ -71,7 +70,7 @@ STORED: dict[Base, tuple[float, float]] = {
 }
 """Bytes of a frozen matrix element and of its scales. int8 has a scale per row, nf4 one per 64
 elements, doubly quantised in blocks of 256 (QLoRA, arXiv 2305.14314, section 3). GPTQ (arXiv
-2210.17323) has groups of 128. bitsandbytes shards only the elements."""
+2210.17323) has one per 128. bitsandbytes shards only the elements."""
 
 
 def precision_named(text: str) -> Precision:
@@ -80,8 +79,8 @@ def precision_named(text: str) -> Precision:
     return text
 
 
-ATTENTION = ("q", "k", "v", "o")
-ALL_LINEAR = (*ATTENTION, "gate", "up", "down")
+ATTENTION = ("q", "k", "v", "qkv", "o")
+ALL_LINEAR = (*ATTENTION, "gate", "up", "gate_up", "down")
 
 
 @dataclass(frozen=True)
@@ -94,14 +93,28 @@ class Adapter:
     """Whether each target also learns the norms of its rows (DoRA, arXiv 2402.09353)."""
 
     def parameters(self, shape: ModelShape) -> int:
-        """Returns rank x (inputs + outputs), summed over target matrices."""
-        sizes = matrix_sizes(shape)
-        each = self.rank * sum(sum(sizes[name]) for name in self.targets if name in sizes)
-        return shape.layers * (each + self.dora * self.outputs(shape))
+        """Returns rank x (inputs + outputs), summed over target matrices.
+
+        Each expert has matrices, that of gate and up with twice the rank (peft 0.21).
+        """
+        per_layer = sum(sum(sizes) for sizes in self.matrices(shape).values())
+        if self.adapts_experts(shape):
+            hidden, feed = shape.hidden, shape.feed_forward
+            gates = 2 if shape.gated else 1
+            per_layer += shape.experts * (gates * (hidden + gates * feed) + feed + hidden)
+            per_layer += hidden + shape.experts
+        return shape.layers * (self.rank * per_layer + self.dora * self.outputs(shape))
+
+    def adapts_experts(self, shape: ModelShape) -> bool:
+        """Returns whether routed experts and their router have adapters."""
+        return shape.experts > 1 and "down" in self.targets and shape.layer_code.adapted_experts
+
+    def matrices(self, shape: ModelShape) -> dict[str, tuple[int, int]]:
+        """Returns the input and output sizes of targets outside routed experts."""
+        return {n: sizes for n, sizes in matrix_sizes(shape).items() if n in self.targets}
 
     def outputs(self, shape: ModelShape) -> int:
-        sizes = matrix_sizes(shape)
-        return sum(sizes[name][1] for name in self.targets if name in sizes)
+        return sum(output for _, output in self.matrices(shape).values())
 
 
 @dataclass(frozen=True)
@@ -119,7 +132,7 @@ class Recipe:
     micro_batch: int = 1
     accumulation: int = 1
     synchronised: bool = False
-    """Whether every micro-batch reduces gradients, so that only their shards accumulate."""
+    """Whether every micro-batch reduces gradients to shards."""
     tensor: int = 1
     expert: int = 1
     """GPUs that share a mixture's experts."""
@@ -129,8 +142,7 @@ class Recipe:
     fused_optimizer: bool = True
     """Whether the update avoids a temporary copy of all parameters (torch's `fused`)."""
     fp32_stream: bool = False
-    """Whether an adapter's frozen base passes fp32 between layers, as peft prepares quantised
-    models."""
+    """Whether a frozen base passes fp32 between layers, as in peft's quantised models."""
     offload: bool = False
     """Whether optimizer state and fp32 parameters are in host memory."""
 
@@ -141,26 +153,31 @@ class Recipe:
 
 
 def matrix_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Returns the input and output sizes of matrices outside routed experts, which have no
-    adapters."""
-    hidden = shape.hidden
+    """Returns the input and output sizes of a layer's matrices outside routed experts."""
+    hidden, width, keys = shape.hidden, shape.attention_width, shape.kv_width
     feed = shape.shared_feed_forward + (shape.feed_forward if shape.experts == 1 else 0)
-    sizes = {
-        "q": (hidden, shape.attention_width),
-        "k": (hidden, shape.kv_width),
-        "v": (hidden, shape.kv_width),
-        "o": (shape.attention_width, hidden),
-    }
+    fused = shape.layer_code.fused
+    sizes = {"o": (width, hidden)}
+    if fused:
+        sizes["qkv"] = (hidden, width + 2 * keys)
+    else:
+        sizes |= {"q": (hidden, width), "k": (hidden, keys), "v": (hidden, keys)}
     if not feed:
         return sizes
-    sizes |= {"up": (hidden, feed), "down": (feed, hidden)}
+    sizes["down"] = (feed, hidden)
+    if fused and shape.gated:
+        return sizes | {"gate_up": (hidden, 2 * feed)}
+    sizes["up"] = (hidden, feed)
     return sizes | {"gate": (hidden, feed)} if shape.gated else sizes
 
 
 def quantised_parameters(shape: ModelShape) -> int:
-    """Returns parameters that quantisation applies to: those in layers' matrices."""
-    experts = shape.experts * shape.expert_parameters + shape.shared_parameters
-    return shape.layers * (shape.attention_parameters + experts)
+    """Returns parameters that quantisation applies to: those in layers' matrices.
+
+    Routed experts form three-dimensional parameters, which bitsandbytes leaves alone.
+    """
+    feed = shape.shared_parameters + (shape.expert_parameters if shape.experts == 1 else 0)
+    return shape.layers * (shape.attention_parameters + feed)
 
 
 def trained_parameters(shape: ModelShape, recipe: Recipe) -> int:

@@ -15,19 +15,16 @@ from harness.planner.fitting import Floats, Ints
 BUCKET_BYTES = 25e6
 """Bytes of bf16 gradients that DDP reduces at once (`bucket_cap_mb`)."""
 TENSOR_COLLECTIVES = 10.0
-"""Collectives per layer with sequence parallelism: two gathers and two reduce-scatters each in
-forward and backward (arXiv 2205.05198, section 4.2.2), and two gathers of inputs for weight
-gradients."""
+"""Collectives per layer with sequence parallelism: four each in forward and backward (arXiv
+2205.05198, section 4.2.2), and two gathers for weight gradients."""
 NATIVE_COLLECTIVES = 8.0
 """Collectives per layer in torch's own tensor parallelism, which keeps gathered inputs."""
 CONTENTION = 0.189
-"""Mean slowdown of compute while communication runs, on 4 A100 and H100 with GPT and Llama models
-(Lee and others, arXiv 2507.03114). Applies to ZeRO 2 and 3, whose communication runs in every
-micro-batch; with ZeRO 0 and 1 it is part of the fitted constants."""
+"""Mean slowdown of compute while communication runs, on 4 A100 and H100 (Lee and others, arXiv
+2507.03114). Applies to ZeRO 2 and 3; with 0 and 1 it is part of the fitted constants."""
 
 UNGATED = 0.4
-"""Memory passes of an ungated activation relative to a gated one: SiLU has 2, its product with the
-gate 3 more."""
+"""Memory passes of an ungated activation relative to a gated one: 2 of 5."""
 AHEAD_POWER = 2.0
 """Exponent p in the processor's lead r^p / (1 + r^p), if a layer takes the device r times as long
 as its launches. Assumed."""
@@ -134,7 +131,7 @@ class AxisBandwidths:
         for an all-reduce (Patarasuk and Yuan, 2009). ZeRO stages 0 and 1 reduce gradients once per
         step, 2 and 3 in every micro-batch unless ranks hold them whole. Stage 3 also gathers
         parameters in every forward and backward, torch's stage 2 (FSDP2 without resharding) in
-        every forward, because backward frees them.
+        every forward.
         """
         cluster = question.cluster
         of = STATES[question.precision]
@@ -233,8 +230,8 @@ class _Layer:
     def occupied(self, stage: LayerStage, rows: Ints, device: Floats) -> Floats:
         """Returns seconds of a stage whose device needs `device` seconds.
 
-        Long kernels hide later launches; short ones wait for theirs. A smooth maximum is assumed,
-        with fitted `launch_sharpness`.
+        Long kernels hide later launches. A smooth maximum is assumed, with fitted
+        `launch_sharpness`.
         """
         modules = stage.layers + 0.5 * stage.head
         power = self.sharpness
@@ -398,7 +395,7 @@ def step_time(
 def stage_seconds(question: ClusterQuestion, layouts: PlannedLayouts, c: TimeConstants) -> Floats:
     """Returns each stage's seconds per micro-batch (shape [layouts, stages]).
 
-    Uses the same formulas as `step_time`; pipelines must be equally long.
+    Uses the same formulas as `step_time`. Pipelines must be equally long.
     """
     links = AxisBandwidths.of(question.cluster, layouts, c)
     layer = _layer(question, layouts, links, c)

@@ -12,12 +12,11 @@ from harness.planner.cluster.calibration import Widening
 from harness.planner.fitting import LEVEL, Bools, Floats, Ints
 
 ONE_MODEL, ONE_NODE_COUNT = Widening(0.01, 0.009), Widening(0.08, 0.019)
-"""Widening, as in calibration.yaml, if all runs have one model, or one number of nodes, so that
-none can be left out."""
+"""Widening, as in calibration.yaml, if no model, or no number of nodes, can be left out."""
 
 Errors = Callable[[Bools, Bools], "tuple[Floats, Floats] | None"]
-"""Fits to the first rows; returns absolute log errors of time and memory in the second ones, or
-None if there are too few to fit."""
+"""Fits to the first rows; returns absolute log errors of time and memory in the second, or None if
+too few."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,7 @@ def _line(errors: Floats, doublings: Floats) -> tuple[float, float]:
 def _growth(excess: Floats, distance: Floats) -> float:
     """Returns the smallest slope whose line over `distance` covers LEVEL of the errors.
 
-    `excess` is an error minus the width without distance. The weighted quantile minimises
-    the pinball loss of a line through the origin.
+    `excess` is an error minus the width without distance.
     """
     used = np.isfinite(excess) & (distance > 0)
     rates, weights = excess[used] / distance[used], distance[used]

@@ -10,6 +10,7 @@ from harness.planner.cluster.footprint import MOST_CERTAIN, footprint, spread, u
 from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.recipe import Adapter, Precision, Recipe
 from harness.planner.finetune.speed import tokens_per_second
+from harness.spec.errors import UsageError
 
 Verdict = Literal["yes", "no", "uncertain"]
 Method = Literal["full", "lora", "dora", "qlora", "qdora"]
@@ -66,6 +67,13 @@ class FitQuestion:
     rank: int
     link_bytes_per_second: Callable[[int], float]
     """Gathers' bus bytes per second, given the number of GPUs."""
+
+    def __post_init__(self) -> None:
+        if "dora" in self.method and Adapter().adapts_experts(self.shape):
+            raise UsageError(
+                f"model {self.shape.name!r}: peft has no DoRA for routed experts; give --method"
+                " lora, or qlora"
+            )
 
     def recipe(self, **fields: object) -> Recipe:
         adapter = Adapter(self.rank, dora="dora" in self.method) if self.method != "full" else None

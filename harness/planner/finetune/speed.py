@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from harness.host.gpu_models import TERA, GpuModel
 from harness.planner.cluster.device_rates import USUAL_SHARE, best_products, inside_node
+from harness.planner.cluster.footprint import merged_bytes
 from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.recipe import (
     STATES,
@@ -15,8 +16,8 @@ from harness.planner.cluster.recipe import (
 from harness.spec.errors import UsageError
 
 BEST_SHARE, ATTENTION_SHARE = 0.87, 0.34
-"""Shares reached according to the cluster planner's calibration: by a model's products of the best
-product's rate, and by fused attention of peak."""
+"""Shares, by the cluster planner's calibration, of the best product's rate in products and of peak
+in fused attention."""
 MEMORY_SHARE = 0.85
 EXPOSED = 0.5
 """Share of FSDP's communication that compute never hides."""
@@ -28,7 +29,10 @@ ADAPTER_BYTES = 13.0
 UPDATE_BYTES = 22.0
 DEQUANTISED_BYTES, NORM_BYTES = 4.6, 26.0
 """Bytes moved per element of a quantised matrix that is unpacked, and of a target whose norm DoRA
-computes: the weight and the adapter's product are written and read, as are their sum and square."""
+computes."""
+MERGED_BYTES = 12.0
+"""Bytes moved per element of adapted experts: a third in forward, and the rest for gradients of the
+sum and of both factors."""
 LAYER_SECONDS, TARGET_SECONDS, QUANTISED_SECONDS = 3e-3, 0.5e-3, 0.6e-3
 """Seconds to launch forward and backward of a layer, an adapter's target (some 36 kernels), and a
 quantised matrix (unpacked in Python)."""
@@ -88,12 +92,7 @@ def _seconds_per_token(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> floa
     if recipe.library in ("fused", "native"):
         moved /= 3
     if recipe.adapter:
-        moved += (
-            ADAPTER_BYTES
-            * 2
-            * recipe.adapter.parameters(shape)
-            / (2 * recipe.adapter.rank * shape.layers)
-        )
+        moved += ADAPTER_BYTES * sum(map(sum, recipe.adapter.matrices(shape).values()))
     elementwise = shape.layers * moved * (3.0 + again)
     bandwidth = MEMORY_SHARE * (gpu.memory_bytes_per_second or 1e12)
     elementwise += 40.0 * shape.vocabulary
@@ -108,20 +107,22 @@ def _launches(shape: ModelShape, recipe: Recipe) -> float:
     seconds = LAYER_SECONDS
     if recipe.adapter:
         each = TARGET_SECONDS + (QUANTISED_SECONDS if recipe.base != "bf16" else 0.0)
-        seconds += each * len(recipe.adapter.targets)
+        seconds += each * len(recipe.adapter.matrices(shape))
     again = 4 / 3 if recipe.recompute == "full" else 1.0
     return shape.layers * seconds * again
 
 
 def _weight_passes(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> float:
-    """Returns seconds for dequantising matrices, and for DoRA's norms in each forward."""
+    """Returns seconds for dequantising matrices, for DoRA's norms in each forward, and for adding
+    adapters to experts."""
     if not recipe.adapter:
         return 0.0
     again = recipe.recompute == "full"
     moved = (2 + again) * DEQUANTISED_BYTES * (recipe.base != "bf16")
     moved += (1 + again) * NORM_BYTES * recipe.adapter.dora
     bandwidth = MEMORY_SHARE * (gpu.memory_bytes_per_second or 1e12)
-    return moved * quantised_parameters(shape) / bandwidth
+    merged = MERGED_BYTES * (3 + again) / 3 * merged_bytes(shape, recipe) * shape.layers / 2
+    return (moved * quantised_parameters(shape) + merged) / bandwidth
 
 
 def _exchange(

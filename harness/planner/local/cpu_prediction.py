@@ -40,7 +40,7 @@ class CellFacts:
     operators: int
     """Operators per micro-batch of the unsplit model."""
     moved_bytes: float
-    """Bytes per micro-batch of the unsplit model, read and written outside matrix products."""
+    """Bytes per micro-batch that the unsplit model moves outside matrix products."""
     tensors: int
     """Trained tensors of the unsplit model; 1 with fused AdamW."""
     state_bytes: float
@@ -106,7 +106,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class CpuTimeConstants:
-    """Step-time constants; a rank has one core unless the cell has more."""
+    """Step-time constants for ranks of one core."""
 
     fp32_rate: float = constant(
         Prior(80.0, spread=30.0, low=5.0, high=400.0, unit="GFLOP/s"),

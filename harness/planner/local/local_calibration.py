@@ -44,8 +44,8 @@ class LibraryEffects:
         return np.exp([self.workloads.get(cell.workload, 0.0) for cell in cells])
 
     def of(self, cells: Sequence[CellFacts]) -> Floats:
-        """Returns the effect of each cell's library (shape [cells]); if unmeasured in this
-        precision, in fp32, else 0."""
+        """Returns the effect of each cell's library (shape [cells]), if necessary that in fp32,
+        else 0."""
         return np.array([self._of(cell) for cell in cells], float)
 
     def _of(self, cell: CellFacts) -> float:

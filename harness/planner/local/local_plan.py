@@ -281,9 +281,9 @@ class ScalingCurve:
 def straggling(devices: int, seen: int, spread: float) -> float:
     """Returns the fraction by which steps on `devices` are longer than on the `seen` measured ones.
 
-    A step ends with its slowest device. The largest of n normal deviations is about sqrt(2 ln n)
-    standard deviations (Cramer, Mathematical Methods of Statistics, 1946, section 28.6). `spread`:
-    standard deviation of a device's log step time.
+    The slowest of n devices deviates by about sqrt(2 ln n) standard deviations (Cramer,
+    Mathematical Methods of Statistics, 1946, section 28.6). `spread`: standard deviation of a
+    device's log step time.
     """
     return spread * max(
         0.0, math.sqrt(2 * math.log(max(devices, 1))) - math.sqrt(2 * math.log(max(seen, 1)))
@@ -298,7 +298,7 @@ def curve(
     spread: float,
     end: str = "",
 ) -> ScalingCurve:
-    """Returns one strategy's curve; `most_measured` is the size of the largest measured cells."""
+    """Returns one strategy's curve; `most_measured`: size of the largest measured cells."""
     facts = [cell.facts for cell in inputs]
     seconds = calibration.seconds(facts)
     widths = calibration.time_spread.of(facts, calibration.time_effects)

@@ -36,7 +36,7 @@ from harness.workloads.operators import operators
 PIPELINE_MICRO_BATCHES = 4
 """Micro-batches of an unmeasured pipeline, as in the matrices for CPU cores."""
 UNSHAPED_BYTES_PER_SECOND = 1.2e9
-"""Assumed rate of a TCP stream between emulated nodes without a measured unshaped link."""
+"""Assumed rate between emulated nodes without a measured unshaped link."""
 WIRE_SHARE = 0.95
 """Share of a link's bytes that is payload rather than TCP and Ethernet headers."""
 
@@ -52,10 +52,10 @@ def sent_bytes(
 ) -> float:
     """Returns bytes that a rank sends in a step, by the strategy's formula.
 
-    All bytes of a parameter server count, because ranks wait for it. Without a formula, each axis
-    sends once per cycle. The data axis averages gradients, plus half as many bytes for sharded
-    parameters (ZeRO, arXiv 1910.02054, section 7). The tensor axis has four all-reduces per block
-    (Megatron-LM, arXiv 1909.08053, section 3).
+    All bytes of a parameter server count. Without a formula, each axis sends once per cycle. The
+    data axis averages gradients, plus half as many bytes for sharded parameters (ZeRO, arXiv
+    1910.02054, section 7). The tensor axis has four all-reduces per block (Megatron-LM, arXiv
+    1909.08053, section 3).
     """
     if layout.servers:
         return strategy.costs.disk_or_host_bytes(cell, layout, facts)
@@ -81,7 +81,7 @@ def optimizer_flops(cell: Cell, workload: Workload, facts: ModelFacts) -> float:
     """Returns matrix-product operations of a rank's update.
 
     Only Muon has any: five Newton-Schulz iterations (https://kellerjordan.github.io/posts/muon/) of
-    4 n^2 m + 2 n^3 for n x m elements, n <= m. Returns 0 if the hidden size is unknown.
+    4 n^2 m + 2 n^3 for n x m elements, n <= m; 0 if the hidden size is unknown.
     """
     hidden = workload.hidden_size
     if cell.optimizer != "muon" or not hidden:
@@ -281,8 +281,8 @@ def data_for(workload: str, setting: Setting) -> str:
 def variants_of(
     setting: Setting, measured: LocalMeasurements, with_observations: bool = True
 ) -> tuple[list[LocalVariant], Counter[str]]:
-    """Returns a setting's runnable cells, with each strategy's defaults and measured options, and
-    why others cannot run."""
+    """Returns a setting's runnable cells, with default and measured options, and why others cannot
+    run."""
     runnable: dict[tuple[object, ...], Cell] = {}
     refused: Counter[str] = Counter()
     observations = {

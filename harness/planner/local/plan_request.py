@@ -167,7 +167,7 @@ class ScalingRequest:
     max_devices: int
     weak: bool
     link: Link | None
-    """Link between devices, each on its own node; None if they share a machine with a core each."""
+    """Link between devices, each on its own node; None if they share a machine."""
 
 
 def scalable_cells(measured: LocalMeasurements) -> list[LocalCell]:
@@ -190,8 +190,7 @@ def scalable_cells(measured: LocalMeasurements) -> list[LocalCell]:
 
 
 def fastest_cells(cells: Sequence[LocalCell]) -> list[LocalCell]:
-    """Returns the fastest MAX_CURVES cells, if possible exact, of the most-measured workload in one
-    precision."""
+    """Returns the fastest MAX_CURVES cells, if possible exact, of the most-measured workload."""
     exact = [cell for cell in cells if cell.observation.facts.exact] or list(cells)
     workload = statistics.mode(cell.cell.workload for cell in exact)
     same = [cell for cell in exact if cell.cell.workload == workload]

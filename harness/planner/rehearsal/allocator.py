@@ -1,7 +1,6 @@
 """Measures real ranks' allocations in torch's CPU allocator, to check rehearsals against.
 
-torch's profiler reports each allocation and release. Resident memory would add glibc's caches,
-stacks, and gloo's buffers.
+Resident memory would add glibc's caches, stacks, and gloo's buffers.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _KEPT: list[object] = []
 class AllocatedMemory:
     rank: int
     peak_bytes: int
-    """Smallest peak of a cycle, in which gloo's threads freed their buffers in time."""
+    """Smallest peak of a cycle, in which gloo freed its buffers in time."""
     largest_peak_bytes: int
     setup_peak_bytes: int
     kept_bytes: int
@@ -145,8 +144,7 @@ def _train(cell: Cell, rank: int, world: int, store: str, scratch: Path) -> Allo
 
 
 def _count_in_all_threads() -> None:
-    """Makes the allocator count in threads unknown to the profiler, such as gloo's, which free many
-    buffers."""
+    """Makes the allocator count in threads unknown to the profiler, such as gloo's."""
     import torch
 
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 COPIED_BY_GLOO = ("all_gather", "reduce_scatter", "gather", "scatter")
 """Operations during which gloo holds a flat copy of the whole tensor, allocated by torch.
 
-Measured at 2 and 4 ranks (torch 2.13). Rooted operations copy only on the root, but count on all
-ranks."""
+Measured with torch 2.13. Rooted operations copy only on the root, but count on all ranks.
+"""
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporaries"]
 """Contents of memory. `parameters` include gathered ones, `gradients` unreduced ones. `activations`
@@ -90,7 +90,7 @@ class RegionPeak:
 class Ledger(OperatorObserver):
     """A dispatch mode that adds up fake tensors' storages until they are freed or resized.
 
-    It sees what torch's operators return, but neither their temporaries nor Python's memory.
+    It sees operators' results, but not their temporaries.
     """
 
     def __init__(self) -> None:

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 FIRST_STEPS = 1
 """Steps before those that repeat; the first creates the optimizer's state."""
 DEPTHS = (3, 4, 5)
-"""Block counts of the shallow models. Two blocks at each end match a deep model's; the third depth
-shows whether memory grows evenly."""
+"""Block counts of the shallow models; the third shows whether memory grows evenly."""
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer")
 _UNEVEN = 1e-4
 """Allowed difference in growth between blocks, as a share of the peak."""
@@ -50,7 +49,7 @@ class RehearsedJob(Job):
 
 
 class RelativeRegion(NamedTuple):
-    """A `StepRegion` with its block counted from the nearer end, so that it exists at any depth."""
+    """A `StepRegion` with its block counted from the nearer end."""
 
     step: int
     phase: Phase
@@ -141,9 +140,8 @@ def with_blocks(workload: Workload, blocks: int) -> Workload | None:
 def at_depth(shallow: Sequence[RankPeaks], blocks: int) -> RankPeaks | None:
     """Extrapolates a rank's peaks at DEPTHS to `blocks` blocks; None if they grow unevenly.
 
-    Every block adds the same bytes to a region, so a region's peak is linear in the number of
-    blocks. Memory changes evenly from the second block to the last but one, so none in between
-    peaks higher.
+    A region's peak is linear in the number of blocks. Memory changes evenly from the second block
+    to the last but one, so none in between peaks higher.
     """
     last, before, first = shallow[2], shallow[1], shallow[0]
     steps = blocks - DEPTHS[2]
@@ -193,7 +191,7 @@ class RankMemory:
     setup_peak_bytes: int
     kept_bytes: int
     backend_buffer_bytes: int
-    """Largest buffer of gloo during a collective. Under load, late freeing may raise the peak."""
+    """Largest buffer of gloo during a collective."""
     rehearsed_blocks: tuple[int, ...]
     """Block counts of the rehearsed models: the cell's, or shallower ones."""
     seconds: float
@@ -290,7 +288,7 @@ def _from_shallow(
 ) -> RankPeaks | None:
     """Extrapolates from shallow models, if possible and necessary.
 
-    With pipelines, or with an optimizer for only some parameters, ranks' shares depend on depth.
+    With pipelines, or optimizers of some parameters, ranks' shares depend on depth.
     """
     if layout.pipeline > 1 or workload.blocks <= sum(DEPTHS):
         return None

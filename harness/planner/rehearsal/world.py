@@ -1,7 +1,6 @@
 """Simulates one rank of a world of any size in one process, with almost no memory.
 
-The strategy's and torch's code run unchanged on fake tensors. SUBSTITUTIONS replaces what cannot
-run this way.
+Code runs unchanged on fake tensors, except for SUBSTITUTIONS.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def values(job: Job) -> Iterator[Patch]:
 
 
 def swap_if_changed(parameter: Tensor, moved: Tensor) -> None:
-    """Swaps parameters only if device or dtype changes; torch would also swap equal fake ones."""
+    """Swaps parameters only if device or dtype changes."""
     none = SimpleNamespace(getweakrefs=lambda tensor: ())
     if (parameter.device, parameter.dtype) != (moved.device, moved.dtype):
         with put(torch.utils, "weakref", none):
@@ -363,7 +362,7 @@ def launcher_variables(job: Job) -> dict[str, str]:
 
 @contextlib.contextmanager
 def globals_put_back(packages: Sequence[str]) -> Iterator[None]:
-    """Restores these packages' global variables, which keep their first world's process groups."""
+    """Restores these packages' global variables, which keep process groups."""
     for package in packages:
         importlib.import_module(package)
     modules = [m for name, m in sys.modules.items() if name.partition(".")[0] in packages]
