@@ -49,7 +49,7 @@ def rocm_version() -> str | None:
 
 
 def runtime_name() -> str:
-    """Returns `CUDA` or `ROCm`, for which torch is built."""
+    """Returns which of `CUDA` and `ROCm` torch is built for."""
     return "ROCm" if rocm_version() else "CUDA"
 
 

@@ -90,7 +90,7 @@ class GpuUse:
     uuids: tuple[str, ...] = ()
     counted_seconds: float = 0.0
     throttled_seconds: dict[str, float] | None = None
-    """Timed seconds throttled by `power`, `temperature` etc.; most of any GPU."""
+    """Timed seconds throttled by `power`, `temperature` etc.; maximum over the GPUs."""
     states: tuple[GpuState, ...] = ()
     process_bytes: int | None = None
     """The rank's memory on the GPU where it uses most."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 MOST_CELLS = 8
-"""Most interleaved cells, which are all in memory at once."""
+"""Largest number of interleaved cells; all are in memory at once."""
 
 
 @dataclass(frozen=True)

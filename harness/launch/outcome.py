@@ -67,7 +67,7 @@ class RankOutputs:
     oom_kills: int = 0
     """Processes of this control group that the OOM killer ended."""
     ended: str = ""
-    """How a library's launcher ended, which alone knows the first rank."""
+    """How a library's launcher ended; only it knows which rank ended first."""
 
     def read(self, scratch: str, ranks: Iterable[int]) -> None:
         for rank in ranks:

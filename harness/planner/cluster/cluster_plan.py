@@ -428,7 +428,7 @@ def explanation(plan: ClusterPlan) -> list[str]:
     device = plan.question.cluster.device
     if plan.question.precision != "fp32" and not gpu_named(device).bf16_flops_per_second:
         sentences.append(
-            f"{device} computes bf16 in software: times assume its fp16 rate, and are longer."
+            f"{device} has no bf16 arithmetic; times assume its fp16 rate, real ones are longer."
         )
     if plan.goal == "cost":
         sentences.append(
