@@ -100,7 +100,7 @@ KINDS = (
     Kind(
         "elements",
         100.0,
-        20.0,
+        30.0,
         "an element of {} is off by {:.2e} of the update's root mean square",
     ),
     Kind("decays", 0.1, 0.1, "{} has shrunk or grown wrongly, by {:.2e} of its update"),
@@ -195,7 +195,7 @@ def _nearest_to_limits(
     nearest = []
     for kind in KINDS:
         values: Mapping[str, float] = getattr(found, kind.attribute)
-        limits = {n: kind.limit(limit(_tensor(n)), precision) for n in values}
+        limits = {n: kind.limit(max(limit(_tensor(n)), limit(n)), precision) for n in values}
         shares = {n: value / limits[n] for n, value in values.items()}
         if shares:
             name = max(shares, key=lambda n: shares[n])
@@ -258,19 +258,26 @@ def widened(
 ) -> Tolerance:
     """Returns `allowed`, wider by what fp32 cannot represent (`Reference.roundings`), or
     TIMES_NOISE times the noise if more; if `limited`, at most WIDEST_BY_NOISE.
+
+    Optimizer states have wider limits of their own: their deviation is relative to gradients, which
+    may almost cancel.
     """
     most_loss, most_update = WIDEST_BY_NOISE[precision] if limited else (math.inf, math.inf)
     noise = noise or Noise(0.0)
     tensors = {name: allowed.update + unseen for name, unseen in roundings.items()}
     for kind in (kind for kind in KINDS if not kind.absolute):
         for name, moved in getattr(noise.deviations, kind.attribute).items():
-            by_noise = min(TIMES_NOISE * moved / kind.times_update(precision), most_update)
-            tensor = _tensor(name)
-            tensors[tensor] = max(tensors.get(tensor, allowed.update), by_noise)
+            by_noise, tensor = TIMES_NOISE * moved / kind.times_update(precision), _tensor(name)
+            widest = max(tensors.get(tensor, allowed.update), min(by_noise, most_update))
+            tensors[tensor] = widest
+            if tensor != name:
+                tensors[name] = max(widest, min(by_noise, TIMES_WIDEST_STATE * most_update))
     loss = max(allowed.loss, min(TIMES_NOISE * noise.loss, most_loss))
     return replace(allowed, loss=loss, tensors=tensors)
 
 
+TIMES_WIDEST_STATE = 4.0
+"""Multiple of WIDEST_BY_NOISE up to which noise widens the limits of optimizer states."""
 PART_OF_NO_EXCHANGE = 3.0
 """Divisor that turns the deviation without any exchange into the widest limit."""
 CAPPED_ABOVE = 0.03

@@ -59,7 +59,7 @@ def cell(strategy: str, devices: int = 2, workload: str = "llama-nano", **axes: 
             "warmup_steps": 3,
             "timed_steps": 5,
             "parity_steps": 8,
-            "time_limit_seconds": 60,
+            "time_limit_seconds": 180,
             **axes,
         }
     )
