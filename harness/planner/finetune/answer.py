@@ -71,8 +71,8 @@ class FitQuestion:
     def __post_init__(self) -> None:
         if "dora" in self.method and Adapter().adapts_experts(self.shape):
             raise UsageError(
-                f"model {self.shape.name!r}: peft has no DoRA for routed experts; give --method"
-                " lora, or qlora"
+                f"model {self.shape.name!r}: peft has no DoRA for routed experts; use the"
+                " method lora or qlora"
             )
 
     def recipe(self, **fields: object) -> Recipe:
