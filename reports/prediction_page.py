@@ -134,7 +134,7 @@ def scaling_page(title: str, curves: Sequence[ScalingCurve], machine: str) -> st
     within = max(inside, default=0)
     drawn = tuple(lines[: len(SERIES)])
     note = f"Nothing was measured beyond the dotted line, at {plural(within, 'device')}."
-    notes = [note, "By assumption, intervals grow with each doubling beyond it."]
+    notes = [note, "Intervals are assumed to grow with each doubling beyond it."]
     if len(lines) > len(drawn):
         notes.append(
             f"Only the first {len(drawn)} of {len(lines)} curves are drawn; the table has all."

@@ -260,14 +260,14 @@ def _curves(cells: Sequence[CellResult], regime: str) -> list[Curve]:
             for curves, alike in zip((as_many, as_large), scaling_series(cell), strict=True):
                 curves.setdefault((*shared, *alike), {}).setdefault(cell.cell.devices, cell)
     drawn: set[str] = set()
-    found: list[Curve] = []
+    joined: list[Curve] = []
     for by_devices in (*as_many.values(), *as_large.values()):
         curve = [by_devices[devices] for devices in sorted(by_devices)]
         ids = {cell.cell_id for cell in curve}
         if len(curve) > 1 and not ids <= drawn:
-            found.append(curve)
+            joined.append(curve)
             drawn |= ids
-    return found
+    return joined
 
 
 def _scaling(name: str, regime: str, curves: Sequence[Curve]) -> Scaling:

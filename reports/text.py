@@ -103,15 +103,15 @@ def shortened_apart(texts: Sequence[str], most: int) -> list[str]:
     """Shortens a chart's texts. Those that would become equal lose their common beginning."""
     short = [shortened(text, most) for text in texts]
     results = []
-    for text, own in zip(texts, short, strict=True):
-        alike = {other for other, cut in zip(texts, short, strict=True) if cut == own}
-        if len(alike) > 1:
-            columns = zip(*alike, strict=False)
+    for text, label in zip(texts, short, strict=True):
+        colliding = {other for other, cut in zip(texts, short, strict=True) if cut == label}
+        if len(colliding) > 1:
+            columns = zip(*colliding, strict=False)
             equal = list(itertools.takewhile(lambda column: len(set(column)) == 1, columns))
             common = text[: len(equal)]
             different = text[max(common.rfind(mark) for mark in "( =") + 1 :]
-            own = shortened(f"{text.partition('(')[0]}(…{different}", most)
-        results.append(own)
+            label = shortened(f"{text[: text.find('(') + 1]}…{different}", most)
+        results.append(label)
     return results
 
 

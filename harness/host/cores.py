@@ -45,8 +45,8 @@ def _text(file: Path) -> str:
 
 
 def allowed_cores() -> list[int]:
-    """Returns this process's CPUs, one hardware thread per core first, as many as its quota
-    allows."""
+    """Returns this process's CPUs, up to its CPU quota; one hardware thread of each core comes
+    first."""
     cores = physical_cores(os.sched_getaffinity(0))
     threads = [core[0] for core in cores] + sorted(thread for core in cores for thread in core[1:])
     return threads[: quota_cores()]

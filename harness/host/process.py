@@ -43,12 +43,12 @@ def descendants(pid: int) -> list[int]:
 
     psutil would read the files of all processes, which takes 60 ms on a node with 3,000.
     """
-    found: list[int] = []
+    children: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):  # this thread has ended
-                found += map(int, (task / "children").read_text().split())
-    return [*found, *(below for child in found for below in descendants(child))]
+                children += map(int, (task / "children").read_text().split())
+    return [*children, *(below for child in children for below in descendants(child))]
 
 
 @contextlib.contextmanager

@@ -118,9 +118,9 @@ class Silence:
 
     def _works(self, pid: int, passed: float) -> bool:
         seconds = size = 0.0
-        for each in (pid, *descendants(pid)):
+        for process_id in (pid, *descendants(pid)):
             with contextlib.suppress(psutil.Error, AttributeError):
-                process = psutil.Process(each)
+                process = psutil.Process(process_id)
                 times, io = process.cpu_times(), process.io_counters()
                 seconds += times.user + times.system
                 # System calls, and disk reads from page faults in mapped files.

@@ -87,6 +87,11 @@ class Kind:
     """What a deviation means; a format with tensor and deviation."""
     absolute: bool = False
     """Whether `in_fp32` and `in_half` are limits themselves, independent of the update's."""
+    times_widest_in_fp32: float = 1.0
+    """Multiple of WIDEST_BY_NOISE up to which noise widens the limit in fp32."""
+
+    def times_widest(self, precision: str) -> float:
+        return 1.0 if precision in PRECISION else self.times_widest_in_fp32
 
     def times_update(self, precision: str) -> float:
         return self.in_half if precision in PRECISION else self.in_fp32
@@ -112,7 +117,14 @@ KINDS = (
         absolute=True,
     ),
     Kind("buffers", 1.0, 1.0, "buffer {} is off by {:.2e} of its change"),
-    Kind("moments", 1.0, 5.0, "optimizer state {} is off by {:.2e} of its norm"),
+    # Relative to gradients, which may almost cancel.
+    Kind(
+        "moments",
+        1.0,
+        5.0,
+        "optimizer state {} is off by {:.2e} of its norm",
+        times_widest_in_fp32=4.0,
+    ),
     Kind("coarse", 0.5, 0.5, "optimizer state {} has only 16 bits in {:.0%} of it", absolute=True),
 )
 """Compared in this order. The multiples are measured (docs/studies/parity-deviations.md)."""
@@ -258,26 +270,20 @@ def widened(
 ) -> Tolerance:
     """Returns `allowed`, wider by what fp32 cannot represent (`Reference.roundings`), or
     TIMES_NOISE times the noise if more; if `limited`, at most WIDEST_BY_NOISE.
-
-    Optimizer states have wider limits of their own: their deviation is relative to gradients, which
-    may almost cancel.
     """
     most_loss, most_update = WIDEST_BY_NOISE[precision] if limited else (math.inf, math.inf)
     noise = noise or Noise(0.0)
     tensors = {name: allowed.update + unseen for name, unseen in roundings.items()}
     for kind in (kind for kind in KINDS if not kind.absolute):
         for name, moved in getattr(noise.deviations, kind.attribute).items():
-            by_noise, tensor = TIMES_NOISE * moved / kind.times_update(precision), _tensor(name)
-            widest = max(tensors.get(tensor, allowed.update), min(by_noise, most_update))
-            tensors[tensor] = widest
-            if tensor != name:
-                tensors[name] = max(widest, min(by_noise, TIMES_WIDEST_STATE * most_update))
+            by_noise = TIMES_NOISE * moved / kind.times_update(precision)
+            for key, times in ((_tensor(name), 1.0), (name, kind.times_widest(precision))):
+                wider = min(by_noise, times * most_update)
+                tensors[key] = max(tensors.get(key, allowed.update), wider)
     loss = max(allowed.loss, min(TIMES_NOISE * noise.loss, most_loss))
     return replace(allowed, loss=loss, tensors=tensors)
 
 
-TIMES_WIDEST_STATE = 4.0
-"""Multiple of WIDEST_BY_NOISE up to which noise widens the limits of optimizer states."""
 PART_OF_NO_EXCHANGE = 3.0
 """Divisor that turns the deviation without any exchange into the widest limit."""
 CAPPED_ABOVE = 0.03

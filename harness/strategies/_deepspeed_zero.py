@@ -332,7 +332,7 @@ def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
 def require_locked(swapping: Swapping) -> None:
     """Raises Unavailable if a rank may not lock (mlock) its swap buffers.
 
-    DeepSpeed would write to an invalid address.
+    DeepSpeed does not notice that locking failed, and writes to an invalid address.
     """
     size = swapping.optimizer_buffer_bytes + swapping.parameter_buffer_bytes
     allowed = lockable_bytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import re
@@ -26,7 +25,6 @@ from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.fsdp import FSDPModule
     from torch.optim import Optimizer
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -223,18 +221,6 @@ def mesh_states(
 
 def named_sizes(facts: ModelFacts) -> Iterator[tuple[str, int]]:
     return zip(facts.trainable, facts.sizes, strict=True)
-
-
-@contextlib.contextmanager
-def without_reduction(model: FSDPModule, replicas: int) -> Iterator[None]:
-    """Defers the reduction of gradients as transformers' Trainer does (transformers 5.23,
-    `_defer_fsdp_gradient_reduction`): with several replicas, only the all-reduce between them."""
-    if replicas > 1:
-        model.set_requires_all_reduce(False)
-    else:
-        model.set_requires_gradient_sync(False)
-    yield
-    model.set_requires_gradient_sync(True)
 
 
 class MeshStrategy(Strategy):

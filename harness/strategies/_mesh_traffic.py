@@ -69,7 +69,7 @@ def fsdp_collectives(
 
 
 def scatters_of(micro_batches: int, replicas: int) -> int:
-    """Returns how often a step scatters gradients; see `without_reduction`."""
+    """Returns how often a step scatters gradients: with replicas, in every micro-batch."""
     return micro_batches if replicas > 1 else 1
 
 

@@ -96,7 +96,7 @@ def at_positions(
 def averaging_step(job: Job, model: nn.Module, positions: Tensor) -> TrainStep:
     """Returns a step on a rank's tokens at these positions.
 
-    Ranks have equally many tokens.
+    Ranks have equally many tokens, so averaged gradients are those of the mean loss.
     """
     parameters = list(model.parameters())
     optimizer = job.optimizer(parameters)
@@ -121,7 +121,7 @@ def config_of(model: nn.Module) -> PretrainedConfig:
 def attend_by(model: nn.Module, name: str, attention: Attention) -> None:
     """Registers this attention in transformers and uses it in all layers.
 
-    transformers passes it no mask.
+    transformers passes it no mask, which would cover only this rank's tokens.
     """
     from transformers import AttentionInterface
 

@@ -263,7 +263,8 @@ def scale_balance(job: Job, model: nn.Module) -> None:
 def counts_labels(workload: Workload) -> bool:
     """Returns whether the model divides its loss by Trainer's label count.
 
-    Otherwise Trainer must be told, or it would scale the mean wrongly.
+    Otherwise Trainer must be told, or it would multiply the mean by the ranks and not divide by
+    micro-batches.
     """
     return workload.kind == "causal"
 

@@ -22,7 +22,7 @@ class Collectives(Strategy):
     """Hand-written collectives that average gradients, or parameters after local steps.
 
     Averaging parameters after every step is equivalent only if the update is linear in the
-    gradient.
+    gradient, as SGD's is, but not AdamW's or a clipped one.
     """
 
     average: Literal["gradients", "parameters"] = "gradients"

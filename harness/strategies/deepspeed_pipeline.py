@@ -148,7 +148,7 @@ class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
 def timed_instructions(engine: PipelineEngine) -> list[tuple[object, str]]:
     """Returns the engine's compute methods, for TrainState.
 
-    Makes the engine call the instance's methods.
+    Makes the engine call the instance's methods, which the harness wraps, instead of its class's.
     """
     names = {kind: method.__name__ for kind, method in engine._INSTRUCTION_MAP.items()}
     engine._INSTRUCTION_MAP = {kind: _by_name(name) for kind, name in names.items()}

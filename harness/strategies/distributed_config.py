@@ -15,6 +15,7 @@ from harness.strategies._mesh_traffic import (
     sharded_traffic,
     tensor_traffic,
 )
+from harness.strategies.fsdp2 import without_sync
 from harness.strategy import Cell, Export, Job, ModelFacts
 from harness.strategy.job import standard_step
 from harness.workloads import Workload, make_workload
@@ -63,8 +64,9 @@ class DistributedConfigParallel(mesh.MeshStrategy):
         job.register(model, optimizer, states=lambda: mesh.retained_parts(model, optimizer))
         no_sync = None
         if sizes.shards * sizes.replicas > 1:
+            # As transformers' Trainer does (version 5.23, `_defer_fsdp_gradient_reduction`).
             no_sync = functools.partial(
-                mesh.without_reduction, cast("FSDPModule", model), sizes.replicas
+                without_sync, cast("FSDPModule", model), within_replicas=sizes.replicas > 1
             )
         return standard_step(job, model, optimizer, no_sync=no_sync)
 

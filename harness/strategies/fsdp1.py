@@ -103,13 +103,13 @@ class Fsdp1Costs(CostModel[Fsdp1]):
         shards = cell.devices // 2 if self.strategy.sharding == "hybrid_shard" else cell.devices
         chosen, whole = self.strategy, cell.micro_batches > 1
         states = model_states(cell, facts, shards)
-        of_model = float(facts.parameter_bytes)
-        gradients = of_model / (1 if whole else shards)
+        model_bytes = float(facts.parameter_bytes)
+        gradients = model_bytes / (1 if whole else shards)
         if chosen.cpu_offload and cell.device == "cuda":
             states = dataclasses.replace(states, parameters=0.0, optimizer=0.0)
             gradients = gradients if whole else 0.0
         reshards = chosen.auto_wrap and chosen.sharding != "shard_grad_op"
-        transient = fsdp_transient(cell, facts, gradients, reshards, whole=of_model)
+        transient = fsdp_transient(cell, facts, gradients, reshards, whole=model_bytes)
         return dataclasses.replace(states, transient=transient)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:

@@ -180,8 +180,13 @@ def shards_on_device(job: Job, model: nn.Module) -> Iterator[tuple[str, Tensor]]
 
 
 @contextlib.contextmanager
-def without_sync(root: FSDPModule) -> Iterator[None]:
-    root.set_requires_gradient_sync(False)
+def without_sync(root: FSDPModule, within_replicas: bool = False) -> Iterator[None]:
+    """Defers the reduction of gradients, or with `within_replicas` only the all-reduce between
+    replicas."""
+    if within_replicas:
+        root.set_requires_all_reduce(False)
+    else:
+        root.set_requires_gradient_sync(False)
     yield
     root.set_requires_gradient_sync(True)
 

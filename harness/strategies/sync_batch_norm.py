@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class SyncBatchNorm(Strategy):
     """DDP with SyncBatchNorm: BatchNorm sees the whole global batch, as in a single process.
 
-    On CPUs, which torch's SyncBatchNorm lacks, a differentiable all-reduce exchanges the
+    torch's SyncBatchNorm needs GPUs. On CPUs, a differentiable all-reduce exchanges the same
     statistics.
     """
 

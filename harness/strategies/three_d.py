@@ -182,7 +182,8 @@ def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
 def _with_gradients(stage: nn.Module, inputs: object) -> None:
     """Rebuilds the stage's DTensors from its local parameters, with gradients enabled.
 
-    Before torch 2.12 the first forward, in which torch builds them, has none.
+    Before torch 2.12 the first forward runs without gradients, and DTensors that torch builds in it
+    would never pass any on.
     """
     import torch
     from torch.distributed.tensor.parallel.ddp import _reconstruct_dtensor

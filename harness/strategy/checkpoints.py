@@ -232,7 +232,7 @@ def _options(job: Job) -> StateDictOptions:
 def _save_in_background(state: StateDict, folder: Path) -> Callable[[], object]:
     """Starts an asynchronous save; returns a function that waits for it.
 
-    It has a process group of its own.
+    The save has its own process group, which keeps its collectives apart from the training's.
     """
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_saver import async_save

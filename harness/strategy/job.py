@@ -375,8 +375,8 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def loss_scaler(job: Job) -> GradScaler:
-    """Returns dynamic loss scaling for fp16 cells, disabled for others. torch's initial scale may
-    overflow and skip steps."""
+    """Returns dynamic loss scaling for fp16 cells, disabled for others. Starts at 4096, because
+    torch's 65536 may overflow and skip steps."""
     from torch.amp.grad_scaler import GradScaler
 
     return GradScaler(job.device.type, init_scale=LOSS_SCALE, enabled=job.cell.precision == "fp16")

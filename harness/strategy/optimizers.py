@@ -87,7 +87,8 @@ def optimizer_of(cell: Cell, model: nn.Module) -> Optimizer:
 def with_dtensors_apart(optimizer: Optimizer) -> Optimizer:
     """Puts DTensors and plain tensors into separate parameter groups.
 
-    torch's foreach and fused updates refuse a mixed list.
+    Tensor parallelism leaves norms plain, and torch's foreach and fused updates refuse a mixed
+    list.
     """
     from torch.distributed.tensor import DTensor
 

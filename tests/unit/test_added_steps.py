@@ -51,7 +51,7 @@ def test_steps_that_the_suite_adds_extend_the_time_limit() -> None:
 
 @pytest.mark.parametrize("more", [{}, {"device": "cuda"}, {"strategy": "post_local_sgd"}])
 def test_replays_extend_the_time_limit(tmp_path: Path, more: dict[str, Any]) -> None:
-    """Of 13 steps, the last three are replayed twice, from the start of a cycle."""
+    """The last three of 13 steps are replayed twice, from the start of a cycle."""
     (tmp_path / "reference.json").write_text("{}")
     cell = CELL.model_copy(update=more)
     cycle = make_strategy(cell).cycle

@@ -333,7 +333,7 @@ def test_whole_gradients_stay_until_the_last_micro_batch(
 
 @needs_meshes
 def test_experts_share_whole_gradients_too() -> None:
-    """Of two ranks, each keeps the gradients of half the experts and of all else."""
+    """Each of two ranks keeps the gradients of half the experts and of everything else."""
     one = cell("distributed_config", options={"expert": 2}, micro_batches=2)
     strategy, facts = make_strategy(one), model_facts(make_workload(one.workload), 32)
     named = dict(zip(facts.trainable, facts.sizes, strict=True))

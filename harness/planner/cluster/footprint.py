@@ -273,16 +273,16 @@ def _attention_bytes(shape: ModelShape, recipe: Recipe) -> float:
     scores = _score_bytes(shape, recipe) * _scores(shape, recipe) / recipe.tokens
     if code.repeated_keys or _softcapped(shape, recipe):
         keys = width
-    kept = 3.0 * width if code.attention != "fused" else width + 2.0 * keys
-    kept *= 4.0 if code.attention == "math" else element
+    saved = 3.0 * width if code.attention != "fused" else width + 2.0 * keys
+    saved *= 4.0 if code.attention == "math" else element
     if code.attention == "fused" or recipe.adapter is None:
-        kept += element * width
+        saved += element * width
     if code.copied_output and recipe.adapter is None:
-        kept += element * width
+        saved += element * width
     masks = code.mask + shape.heads * (code.alibi and _autocast(recipe))
     rotated = code.whole_projection and not (code.separate_bias and _autocast(recipe))
-    kept += element * ((width + shape.kv_width) * rotated + recipe.sequence * masks)
-    return kept + 4.0 * shape.heads + scores
+    saved += element * ((width + shape.kv_width) * rotated + recipe.sequence * masks)
+    return saved + 4.0 * shape.heads + scores
 
 
 def _feed_bytes(shape: ModelShape, recipe: Recipe) -> float:
@@ -304,10 +304,10 @@ def _feed_bytes(shape: ModelShape, recipe: Recipe) -> float:
         within = 4.0 if shape.layer_code.separate_bias and _autocast(recipe) else element
     adapter = recipe.adapter
     if adapter and not adapter.adapts_experts(shape):
-        kept, _ = adapter.matrices(shape).get("down", (0, 0))
+        product_input, _ = adapter.matrices(shape).get("down", (0, 0))
     else:
-        kept = feed
-    return within * feed + element * kept
+        product_input = feed
+    return within * feed + element * product_input
 
 
 def _autocast(recipe: Recipe) -> bool:
