@@ -86,6 +86,7 @@ def fits(
             | {
                 "margin_bytes": result.margin_bytes,
                 "parameters": question.shape.parameters,
+                "warning": _warning(question),
                 "command": command,
                 "command_differs": _differences(question) if command else [],
             }
@@ -112,6 +113,8 @@ def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
             f"speed: about {result.tokens_per_second:,.0f} tokens/s in total (sequences of"
             f" {recipe.sequence}, micro-batch {recipe.micro_batch}); accurate to a factor of 1.4"
         )
+    if warning := _warning(question):
+        lines.append(f"warning: {warning}")
     alone = result.one_gpu_tokens_per_second
     if alone and alone > result.tokens_per_second:
         lines.append(f"one GPU alone is faster: about {alone:,.0f} tokens/s")
@@ -130,6 +133,14 @@ def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
         if differences := _differences(question):
             lines.append(f"this run differs from your question: {', '.join(differences)}")
     return lines
+
+
+def _warning(question: FitQuestion) -> str:
+    from harness.planner.cluster.device_rates import missing_bf16
+
+    # Adapters' frozen weights are always in bf16.
+    in_fp32 = question.method == "full" and question.precision == "fp32"
+    return "" if in_fp32 else missing_bf16(question.gpu)
 
 
 def _differences(question: FitQuestion) -> list[str]:

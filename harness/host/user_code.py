@@ -45,10 +45,18 @@ def user_class(name: str) -> UserClass:
 
 def entry_point_class(group: str, name: str) -> UserClass | None:
     """Returns the class that an installed package declares under this name, if any does."""
-    for point in importlib.metadata.entry_points(group=group, name=name):
-        found = _imported(point.module, point.attr)
-        return UserClass(name, found.loaded, found.digest)
-    return None
+    point = entry_points(group).get(name)
+    if point is None:
+        return None
+    found = _imported(point.module, point.attr)
+    return UserClass(name, found.loaded, found.digest)
+
+
+@functools.cache
+def entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
+    """Returns a group's entry points by name, read once: it takes 50 ms with 150 packages."""
+    points = importlib.metadata.entry_points(group=group)
+    return {point.name: point for point in reversed(tuple(points))}
 
 
 @functools.cache

@@ -384,6 +384,19 @@ def test_links_that_are_not_understood(link: str) -> None:
         link_bytes_per_second(gpu_models()["h100-80gb"], link)
 
 
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ("llama-8b --gpus 2xt4 --method qlora", True),
+        ("llama-3b --gpus v100-32gb --method lora --precision fp32", True),
+        ("gpt2 --gpus t4 --method full --precision fp32", False),
+        ("llama-8b --gpus 2x4090 --method qlora", False),
+    ],
+)
+def test_a_gpu_without_bf16_is_said(options: str, warned: bool) -> None:
+    assert bool(verdict_of(options)[1]["warning"]) == warned
+
+
 def test_mistakes_are_refused() -> None:
     for options in ("--gpus 0x4090", "--gpus 00x4090", "--gpus 4090 --method qlorra"):
         result = CliRunner().invoke(app, ["fits", "llama-8b", *options.split()])

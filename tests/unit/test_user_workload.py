@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from bench.expand import cells_of, expand
 from bench.host import Host
 from bench.matrix import Matrix
 from bench.planning import PlanOptions, kept_or_new_plan
+from harness.host import user_code
 from harness.planner.follow_up import matrix_file
 from harness.planner.local.measurements import optimizer_flops
 from harness.record.store import Store
@@ -19,6 +21,7 @@ from harness.spec.errors import UsageError
 from harness.strategy.registry import make_strategy, require_unchanged, with_defaults
 from harness.worker.batches import Batches
 from harness.workloads import make_workload, prepare_data
+from harness.workloads.catalog import source_of
 from harness.workloads.counts import model_facts
 from harness.workloads.operators import activation_bytes, operators
 from tests import pages
@@ -46,6 +49,32 @@ def test_a_file_of_the_documents_is_a_workload(tmp_path: Path) -> None:
     facts = model_facts(workload, 64)
     assert facts.parameters == 16 * 64 + 64 + 64 * 4 + 4
     assert facts.flops_per_sample > 2 * (16 * 64 + 64 * 4)
+
+
+def test_an_installed_package_declares_workloads_that_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "points_package.py").write_text(TINY)
+    information = tmp_path / "points_package-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Name: points-package\nVersion: 1.0\n")
+    declared = "[parallelism_bench.workloads]\npoints = points_package:Tiny\n"
+    (information / "entry_points.txt").write_text(declared)
+    monkeypatch.syspath_prepend(tmp_path)
+    read: list[dict[str, str]] = []
+    entry_points = importlib.metadata.entry_points
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda **of: read.append(of) or entry_points(**of)
+    )
+    user_code.entry_points.cache_clear()
+    try:
+        cell = with_defaults(Cell(strategy="single", workload="points"))
+        assert cell.workload_digest
+        assert source_of("points") == ("points", cell.workload_digest)
+        assert source_of("llama-96x2") == ("llama-96x2", "")
+        assert read.count({"group": "parallelism_bench.workloads"}) == 1
+    finally:
+        user_code.entry_points.cache_clear()
 
 
 def test_batches_of_real_tensors_are_counted(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from harness.host.gpu_models import gpu_named
 from harness.planner.cluster.calibration import ClusterCalibration
+from harness.planner.cluster.device_rates import missing_bf16
 from harness.planner.cluster.layout_memory import model_states, offloaded_bytes, owned_parameters
 from harness.planner.cluster.model_names import named_shapes
 from harness.planner.cluster.model_shape import ModelShape, stages
@@ -425,11 +426,8 @@ def explanation(plan: ClusterPlan) -> list[str]:
             f"The question lies {best.doublings_beyond:.1f} doublings outside the calibrated range,"
             " so the intervals are wider and rest on an assumption."
         )
-    device = plan.question.cluster.device
-    if plan.question.precision != "fp32" and not gpu_named(device).bf16_flops_per_second:
-        sentences.append(
-            f"{device} has no bf16 arithmetic; times assume its fp16 rate, real ones are longer."
-        )
+    if plan.question.precision != "fp32":
+        sentences.append(missing_bf16(gpu_named(plan.question.cluster.device)))
     if plan.goal == "cost":
         sentences.append(
             "With a fixed number of devices, the fastest layout is also the cheapest; compare"

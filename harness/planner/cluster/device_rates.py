@@ -61,3 +61,13 @@ def bytes_per_second(text: str) -> float | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(gbit|mbit|gbyte)", text)
     rates = {"gbit": 1e9 / 8, "mbit": 1e6 / 8, "gbyte": 1e9}
     return float(match[1]) * rates[match[2]] or None if match else None
+
+
+def missing_bf16(model: GpuModel) -> str:
+    """Returns a sentence about bf16 times of a GPU without bf16 arithmetic, else an empty text."""
+    if model.bf16_flops_per_second:
+        return ""
+    return (
+        f"{model.host_name} has no bf16 arithmetic; times assume its fp16 rate, real ones are"
+        " longer."
+    )
