@@ -13,6 +13,7 @@ from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.recipe import (
     STATES,
     STORED,
+    Library,
     Recipe,
     quantised_parameters,
     trained_parameters,
@@ -53,6 +54,10 @@ SPREADS = {"experts": 0.12, "gpus": 0.04, "selective": 0.08, "gptq4": 0.03, "ung
 """Additional spread of unmeasured setups; `gpus` is per doubling beyond two."""
 
 
+FSDP2: tuple[Library, ...] = ("transformers", "fused")
+"""Libraries whose users shard with FSDP2, by layers, with embedding and head as one unit."""
+
+
 @dataclass(frozen=True)
 class Footprint:
     """Bytes on the fullest GPU."""
@@ -65,6 +70,8 @@ class Footprint:
     """Gradients at the end of backward."""
     gathered: float
     """Parameters of other ranks."""
+    start: float
+    """Peak at the first layer, when FSDP2 still holds the buffers of its first two gathers."""
     loss: float
     """Peak at the loss: all activations and logits."""
     backward: float
@@ -73,7 +80,7 @@ class Footprint:
 
     @property
     def peak(self) -> float:
-        return max(self.loss, self.backward, self.update)
+        return max(self.start, self.loss, self.backward, self.update)
 
     @property
     def demand(self) -> float:
@@ -128,31 +135,70 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
     logits = _logits(shape, recipe)
     scores = _scores(shape, recipe) / recipe.tensor
     score_gradients = (4.0 + _element(recipe)) * scores
-    end = layer_bytes(shape, recipe) * recipe.tokens / recipe.tensor + score_gradients
-    if shards > 1 and not whole and not recipe.adapter:
-        layer = shape.layer_parameters - _alien_experts(shape, recipe)
-        end += max(gradient, of.element) * layer / recipe.tensor
-    if recipe.base != "bf16":
-        end += 2.0 * shape.hidden * shape.widest_feed_forward
-    # The last layer's merged experts, and their gradients.
-    end += 2 * merged_bytes(shape, recipe) / recipe.tensor
-    if recipe.adapter and recipe.adapter.dora:
-        end += DORA_BYTES * shape.hidden * shape.widest_feed_forward
-    if shape.tied and not recipe.adapter:
-        # The embedding's gradient, and its sum with the head's. Without shards, the first layer is
-        # freed by then; with shards, the head's whole gradient takes its place.
-        summed = 2 * max(gradient, of.element) * shape.embedding_parameters / recipe.tensor
-        end = end + summed if shards > 1 else max(end, summed)
+    end = _last_layer(shape, recipe) + score_gradients
+    if shards > 1 and not whole and not recipe.adapter and recipe.library != "native":
+        backward = kept + _reducing(shape, recipe, end)
+    else:
+        if shards > 1 and not whole and not recipe.adapter:
+            layer = shape.layer_parameters - _alien_experts(shape, recipe)
+            end += max(gradient, of.element) * layer / recipe.tensor
+        if shape.tied and not recipe.adapter:
+            # The embedding's gradient, and its sum with the head's. Without shards, the first layer
+            # is freed by then; with shards, the head's whole gradient takes its place.
+            summed = 2 * max(gradient, of.element) * shape.embedding_parameters / recipe.tensor
+            end = end + summed if shards > 1 else max(end, summed)
+        backward = kept + gradients + gathered + casts + end
     temporary = 0.0 if recipe.fused_optimizer else max(parameter, 2.0) * trained / shards
     return Footprint(
         loaded=loaded,
         kept=kept,
         gradients=gradients,
         gathered=gathered,
+        start=kept + accumulated + gathered * (2 if recipe.library in FSDP2 else 1),
         loss=kept + accumulated + gathered + casts + activations + max(logits, score_gradients),
-        backward=kept + gradients + gathered + casts + end,
+        backward=backward,
         update=kept + gradients + temporary,
     )
+
+
+def _last_layer(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns the bytes of one layer at the end of backward: activations, dequantised matrices,
+    merged experts with their gradients, and DoRA's norms."""
+    layer = layer_bytes(shape, recipe) * recipe.tokens / recipe.tensor
+    if recipe.base != "bf16":
+        layer += 2.0 * shape.hidden * shape.widest_feed_forward
+    layer += 2 * merged_bytes(shape, recipe) / recipe.tensor
+    if recipe.adapter and recipe.adapter.dora:
+        layer += DORA_BYTES * shape.hidden * shape.widest_feed_forward
+    return layer
+
+
+def _reducing(shape: ModelShape, recipe: Recipe, layer_activations: float) -> float:
+    """Returns the most bytes beyond states while FSDP reduces gradients in backward.
+
+    A layer's whole gradients are copied for their reduction while the next layer is gathered.
+    Those of embedding and head, which are one unit, stay whole until the end, and are copied after
+    the unit's parameters were freed (torch 2.13, `FSDPParamGroup.post_backward`).
+    """
+    of = STATES[recipe.precision]
+    whole, copied = of.element / recipe.tensor, of.reduced / recipe.tensor
+    if recipe.library not in FSDP2 and whole == copied:
+        # FSDP1 reduces the flat gradient itself.
+        copied = 0.0
+    layer = shape.layer_parameters - _alien_experts(shape, recipe)
+    head = shape.embedding_parameters
+    ends = head * (1 if shape.tied else 2)
+    shard = of.gradient * layer / recipe.gpus / recipe.tensor
+    shards = shape.layers * shard
+    if recipe.accumulation > 1:
+        shards += of.gradient * ends / recipe.gpus / recipe.tensor
+    # Two layers' gradients are not reduced yet.
+    in_layers = whole * (ends + 2 * layer) + whole * (head + layer) + layer_activations - 2 * shard
+    # A tied embedding has another gradient, and its sum with the head's.
+    in_embedding = whole * (2 * ends + 2 * head * shape.tied)
+    # The embedding's gradient, or the head's, stays until the reduction has ended.
+    after = max((whole + copied) * ends, (copied * (1 + 1 / recipe.gpus) + whole / 2) * ends)
+    return shards + max(in_layers + copied * layer, in_embedding + copied * layer, after)
 
 
 def _alien_experts(shape: ModelShape, recipe: Recipe) -> float:

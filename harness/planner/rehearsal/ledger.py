@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import _sharding_prop as sharding_propagation
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -102,6 +103,7 @@ class Ledger(OperatorObserver):
         self.place = StepRegion(-1, "set-up")
         self.largest_buffer = 0
         self.updating = 0
+        self.paused = False
         self.blocks: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]]
         self.blocks = weakref.WeakKeyDictionary()
         """Indices of a block's model and of the block."""
@@ -251,6 +253,16 @@ class Ledger(OperatorObserver):
     @contextlib.contextmanager
     def recording(self) -> Iterator[Ledger]:
         resize = torch.UntypedStorage.resize_
+        propagator = sharding_propagation.ShardingPropagator
+        propagate = propagator._propagate_tensor_meta_non_cached
+
+        def uncounted(*args: Any) -> object:
+            """Runs a DTensor's operator on fake whole tensors, which real ranks do not count."""
+            self.paused = True
+            try:
+                return propagate(*args)
+            finally:
+                self.paused = False
 
         def resize_(storage: torch.UntypedStorage, size: int) -> object:
             result: object = resize(storage, size)
@@ -264,7 +276,11 @@ class Ledger(OperatorObserver):
             register_optimizer_step_post_hook(self._after_update),
         )
         try:
-            with mock.patch.object(torch.UntypedStorage, "resize_", resize_), self:
+            with (
+                mock.patch.object(torch.UntypedStorage, "resize_", resize_),
+                mock.patch.object(propagator, propagate.__name__, uncounted),
+                self,
+            ):
                 yield self
         finally:
             self._settle()
@@ -274,6 +290,8 @@ class Ledger(OperatorObserver):
     def observe(
         self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object
     ) -> None:
+        if self.paused:
+            return
         for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
                 self._add(tensor.untyped_storage(), _KIND_OF[self._phase()])

@@ -1,0 +1,80 @@
+"""What `bench fits` counts under full sharding, against rehearsals of FSDP2's code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.planner.cluster.footprint import WORKSPACE_BYTES, footprint
+from harness.planner.cluster.model_names import parse_shape
+from harness.planner.cluster.recipe import SUITE_CELLS, Precision, Recipe
+from harness.planner.rehearsal import ledger
+from harness.planner.rehearsal.rehearse import RankMemory, rehearse
+from harness.spec.cell import Cell
+from tests.tiny_models import save_config
+
+quiet = pytest.mark.filterwarnings("ignore")
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+
+
+@pytest.fixture
+def without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs' collectives need no memory of their own."""
+    monkeypatch.setattr(ledger, "backend_bytes", lambda call: 0)
+
+
+def rehearsed(folder: Path, recipe: Recipe, **axes: Any) -> RankMemory:
+    suffix, precision = SUITE_CELLS[recipe.precision]
+    cell = Cell(
+        strategy="fsdp2",
+        options={"mixed_precision": True} if precision == "bf16" else {},
+        workload=f"hf:{folder}{suffix}",
+        devices=recipe.gpus,
+        global_batch=recipe.gpus,
+        sequence_length=recipe.sequence,
+        precision=precision,
+        recompute="full",
+        optimizer="adamw_fused",
+        **axes,
+    )
+    return rehearse(cell, (0,)).fullest
+
+
+@pytest.mark.slow
+@quiet
+@pytest.mark.usefixtures("without_gloo")
+@pytest.mark.parametrize(
+    ("precision", "gpus", "vocabulary", "tied"),
+    [
+        ("bf16", 8, 32000, False),
+        ("bf16", 2, 32000, True),
+        ("fp32", 8, 32000, False),
+        ("pure-bf16", 8, 4000, False),
+    ],
+)
+def test_gradients_and_gathered_parameters_are_counted_as_fsdp2_holds_them(
+    tmp_path: Path, precision: Precision, gpus: int, vocabulary: int, tied: bool
+) -> None:
+    """Embedding and head are one unit, whose gradients are whole until backward has ended."""
+    save_config(tmp_path, "llama", **SIZES, vocab_size=vocabulary, tie_word_embeddings=tied)
+    shape = parse_shape(f"hf:{tmp_path}/config.json")
+    recipe = Recipe(precision, gpus=gpus, sharding="full", recompute="full", sequence=32)
+    counted = footprint(shape, recipe).peak - WORKSPACE_BYTES
+    assert counted == pytest.approx(rehearsed(tmp_path, recipe).peak_bytes, rel=0.04)
+
+
+@quiet
+def test_updates_of_dtensors_allocate_no_whole_tensors(tmp_path: Path) -> None:
+    """DTensor runs an operator on fake whole tensors to learn its result's shape."""
+    save_config(tmp_path, "llama", **SIZES, vocab_size=32000)
+    peak = rehearsed(tmp_path, Recipe("fp32", gpus=8, sharding="full", sequence=32))
+    assert peak.peak_phase != "update"
