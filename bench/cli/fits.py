@@ -128,6 +128,12 @@ def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
         f" {option.tokens_per_second:,.0f} tokens/s)"
         for option in result.remedies
     ]
+    if offload := result.offload:
+        lines.append(
+            "to make it fit: offload states to host memory (FSDP2's CPUOffloadPolicy):"
+            f" {offload.peak_bytes / GIB:.1f} GiB on each GPU, {offload.host_bytes / GIB:.0f} GiB"
+            " of host memory; the speed depends on the host"
+        )
     if command:
         lines.append(f"run: {command}")
         if differences := _differences(question):

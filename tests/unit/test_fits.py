@@ -22,7 +22,15 @@ from bench.matrix import parse_changes, read_matrix
 from harness.host.gpu_models import gpu_models, gpu_named
 from harness.planner.cluster.footprint import footprint
 from harness.planner.cluster.model_names import parse_shape
-from harness.planner.cluster.recipe import ATTENTION, Adapter, Base, Precision, Recipe, Sharding
+from harness.planner.cluster.recipe import (
+    ATTENTION,
+    STATES,
+    Adapter,
+    Base,
+    Precision,
+    Recipe,
+    Sharding,
+)
 from harness.planner.finetune.speed import link_bytes_per_second, tokens_per_second
 from harness.planner.rehearsal.rehearse import rehearse
 from harness.spec.cell import Cell
@@ -382,6 +390,44 @@ def test_eight_amd_gpus_are_faster_than_one() -> None:
 def test_links_that_are_not_understood(link: str) -> None:
     with pytest.raises(UsageError, match=r"give nvlink, pcie, pcie-p2p or a rate above 0"):
         link_bytes_per_second(gpu_models()["h100-80gb"], link)
+
+
+@pytest.mark.parametrize(
+    ("options", "host_bytes"),
+    [
+        ("llama-8b --gpus 2xrtx-4090 --method full", 16),
+        ("llama-8b --gpus rtx-4090 --method full --precision pure-bf16", 8),
+        ("llama-8b --gpus 2xa100-80gb --method lora", None),
+        ("llama-70b --gpus 2xrtx-4090 --method qlora", None),
+    ],
+)
+def test_what_offload_would_need(options: str, host_bytes: int | None) -> None:
+    """All states per parameter; nothing is said if it fits, or about quantised models."""
+    answer = verdict_of(options)[1]
+    offload, parameters = answer["offload"], answer["parameters"]
+    assert (offload is None) == (host_bytes is None)
+    if isinstance(offload, dict) and isinstance(parameters, int):
+        assert offload["host_bytes"] == parameters * (host_bytes or 0)
+        assert offload["peak_bytes"] < answer["usable_bytes"]
+
+
+def test_offload_leaves_what_is_gathered_and_reduced_on_the_gpu() -> None:
+    shape = parse_shape("llama-8b")
+    for precision in ("bf16", "pure-bf16"):
+        here, away = (
+            footprint(
+                shape, Recipe(precision, gpus=8, sharding="full", recompute="full", offload=o)
+            )
+            for o in (False, True)
+        )
+        states = STATES[precision]
+        shards = shape.parameters / 8
+        assert here.kept - away.kept == pytest.approx(
+            (states.parameter + states.optimizer) * shards
+        )
+        assert here.loss - away.loss == pytest.approx(here.kept - away.kept)
+        reduced = here.backward - away.backward - (here.kept - away.kept)
+        assert 0 < reduced < states.gradient * shards
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,14 @@ MOST_CERTAIN = 0.98
 """Highest probability ever given."""
 SPREAD = 0.04
 """Standard deviation of log peak memory for Llama shapes on one or two GPUs."""
-SPREADS = {"experts": 0.12, "gpus": 0.04, "selective": 0.08, "gptq4": 0.03, "ungated": 0.06}
+SPREADS = {
+    "experts": 0.12,
+    "gpus": 0.04,
+    "selective": 0.08,
+    "gptq4": 0.03,
+    "ungated": 0.06,
+    "offload": 0.08,
+}
 """Additional spread of unmeasured setups; `gpus` is per doubling beyond two."""
 
 
@@ -101,6 +108,7 @@ def spread(shape: ModelShape, recipe: Recipe) -> float:
     variance += SPREADS["selective"] ** 2 * recipe.recompute.startswith("selective")
     variance += SPREADS["gptq4"] ** 2 * (recipe.base in ("gptq4", "int8"))
     variance += SPREADS["ungated"] ** 2 * (not shape.gated)
+    variance += SPREADS["offload"] ** 2 * recipe.offload
     return math.sqrt(variance)
 
 
@@ -117,7 +125,7 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
         parameter, gradient, optimizer = of.parameter, of.gradient, of.optimizer
         frozen = 0.0
     if recipe.offload:
-        parameter = optimizer = 0.0
+        parameter = gradient = optimizer = frozen = 0.0
     whole = recipe.accumulation > 1 and not recipe.synchronised and recipe.sharding == "full"
     gradients = gradient * (trained - alien if whole else trained / shards)
     if recipe.gpus > 1 and recipe.sharding == "none":
@@ -129,14 +137,14 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
     accumulated = gradients if recipe.accumulation > 1 else 0.0
     activations = _activations(shape, recipe)
     casts = 0.0
-    if recipe.precision == "bf16" and not recipe.adapter and shards == 1:
+    if recipe.precision == "bf16" and not recipe.adapter and not recipe.gathers:
         # Autocast keeps its bf16 copies of weights until the forward pass ends.
         casts = 2.0 * trained
     logits = _logits(shape, recipe)
     scores = _scores(shape, recipe) / recipe.tensor
     score_gradients = (4.0 + _element(recipe)) * scores
     end = _last_layer(shape, recipe) + score_gradients
-    if shards > 1 and not whole and not recipe.adapter and recipe.library != "native":
+    if recipe.gathers and not whole and not recipe.adapter and recipe.library != "native":
         backward = kept + _reducing(shape, recipe, end)
     else:
         if shards > 1 and not whole and not recipe.adapter:
@@ -148,13 +156,14 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
             summed = 2 * max(gradient, of.element) * shape.embedding_parameters / recipe.tensor
             end = end + summed if shards > 1 else max(end, summed)
         backward = kept + gradients + gathered + casts + end
+    copied = gathered if recipe.library in FSDP2 else 0.0
     temporary = 0.0 if recipe.fused_optimizer else max(parameter, 2.0) * trained / shards
     return Footprint(
         loaded=loaded,
         kept=kept,
         gradients=gradients,
         gathered=gathered,
-        start=kept + accumulated + gathered * (2 if recipe.library in FSDP2 else 1),
+        start=kept + accumulated + gathered + max(copied, _uploaded(shape, recipe)),
         loss=kept + accumulated + gathered + casts + activations + max(logits, score_gradients),
         backward=backward,
         update=kept + gradients + temporary,
@@ -188,12 +197,10 @@ def _reducing(shape: ModelShape, recipe: Recipe, layer_activations: float) -> fl
     layer = shape.layer_parameters - _alien_experts(shape, recipe)
     head = shape.embedding_parameters
     ends = head * (1 if shape.tied else 2)
-    shard = of.gradient * layer / recipe.gpus / recipe.tensor
-    shards = shape.layers * shard
-    if recipe.accumulation > 1:
-        shards += of.gradient * ends / recipe.gpus / recipe.tensor
+    reduced = 0.0 if recipe.offload else of.gradient / recipe.gpus / recipe.tensor
+    shards = reduced * (shape.layers * layer + ends * (recipe.accumulation > 1))
     # Two layers' gradients are not reduced yet.
-    in_layers = whole * (ends + 2 * layer) + whole * (head + layer) + layer_activations - 2 * shard
+    in_layers = whole * (ends + head + 3 * layer) + layer_activations - 2 * reduced * layer
     # A tied embedding has another gradient, and its sum with the head's.
     in_embedding = whole * (2 * ends + 2 * head * shape.tied)
     # The embedding's gradient, or the head's, stays until the reduction has ended.
@@ -217,7 +224,7 @@ def _gathered(shape: ModelShape, recipe: Recipe) -> float:
 
     Native code wraps the first two separately and prefetches a layer.
     """
-    if recipe.sharding != "full" or recipe.gpus == 1:
+    if not recipe.gathers:
         return 0.0
     element = STORED[recipe.base][0] if recipe.adapter else STATES[recipe.precision].element
     alien = _alien_experts(shape, recipe)
@@ -230,8 +237,30 @@ def _gathered(shape: ModelShape, recipe: Recipe) -> float:
     return layer + max(2.0, element) * ends
 
 
+def _uploaded(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns the bytes of embedding and head that come from the host before they are gathered:
+    this GPU's shards as stored, and cast."""
+    if not recipe.offload:
+        return 0.0
+    of = STATES[recipe.precision]
+    stored = 2.0 if recipe.adapter else of.parameter
+    cast = 0.0 if recipe.adapter or of.parameter == of.element else of.element
+    ends = shape.embedding_parameters * (1 if shape.tied else 2)
+    return (stored + cast) * ends / recipe.gpus / recipe.tensor
+
+
+def host_bytes(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns bytes of host memory that offloaded states of all GPUs need."""
+    of = STATES[recipe.precision]
+    each = of.parameter + of.gradient + of.optimizer
+    if not recipe.adapter:
+        return each * shape.parameters
+    # An adapter's parameters, gradients and moments are fp32, the frozen base is in bf16.
+    return 16.0 * trained_parameters(shape, recipe) + 2.0 * shape.parameters
+
+
 def _logits(shape: ModelShape, recipe: Recipe) -> float:
-    table = LOGIT_BYTES_WHOLE if recipe.sharding == "full" and recipe.gpus > 1 else LOGIT_BYTES
+    table = LOGIT_BYTES_WHOLE if recipe.gathers else LOGIT_BYTES
     per_logit = table[recipe.library] + CAP_BYTES * shape.softcapped
     logits = per_logit * shape.vocabulary / recipe.tensor
     return recipe.tokens * (logits + FINAL_NORM_BYTES * shape.hidden)

@@ -144,12 +144,18 @@ class Recipe:
     fp32_stream: bool = False
     """Whether a frozen base passes fp32 between layers, as in peft's quantised models."""
     offload: bool = False
-    """Whether optimizer state and fp32 parameters are in host memory."""
+    """Whether a fully sharded model's parameters, gradients and moments are in host memory (FSDP2's
+    `CPUOffloadPolicy`)."""
 
     @property
     def tokens(self) -> int:
         """Tokens per micro-batch."""
         return self.micro_batch * self.sequence
+
+    @property
+    def gathers(self) -> bool:
+        """Whether layers are gathered before use, from other GPUs or from the host."""
+        return self.sharding == "full" and (self.gpus > 1 or self.offload)
 
 
 def matrix_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:

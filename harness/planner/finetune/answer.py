@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from harness.host.gpu_models import GpuModel
-from harness.planner.cluster.footprint import MOST_CERTAIN, footprint, spread, usable_bytes
+from harness.planner.cluster.footprint import (
+    MOST_CERTAIN,
+    footprint,
+    host_bytes,
+    spread,
+    usable_bytes,
+)
 from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.recipe import Adapter, Precision, Recipe
 from harness.planner.finetune.speed import tokens_per_second
@@ -33,6 +39,16 @@ class Option:
 
 
 @dataclass(frozen=True)
+class Offload:
+    """What states in host memory would need; their speed depends on the host."""
+
+    fits: float
+    peak_bytes: float
+    host_bytes: float
+    """Host memory of all GPUs together."""
+
+
+@dataclass(frozen=True)
 class FitAnswer:
     verdict: Verdict
     fits: float
@@ -47,6 +63,8 @@ class FitAnswer:
     """Differences from plain training, cheapest first."""
     remedies: tuple[Option, ...]
     """Changes that would make it fit, cheapest first."""
+    offload: Offload | None
+    """If it does not surely fit otherwise, but with states in host memory."""
     one_gpu_tokens_per_second: float | None
     """Throughput of one GPU alone, if it suffices."""
 
@@ -148,8 +166,23 @@ def answer(question: FitQuestion) -> FitAnswer:
         _largest(question, ladder, lambda r, n: replace(r, micro_batch=n), 1, MOST_BATCH),
         words,
         () if verdict == "yes" else tuple(_remedies(question)),
+        None if verdict == "yes" else _offload(question),
         alone,
     )
+
+
+def _offload(question: FitQuestion) -> Offload | None:
+    """Returns what full sharding with offload needs, with as little fused code as possible; None if
+    it does not surely fit or the base is quantised."""
+    if question.method.startswith("q"):
+        return None
+    for library in ("transformers", "fused"):
+        recipe = question.recipe(sharding="full", recompute="full", offload=True, library=library)
+        fits = probability(question, recipe)
+        if fits >= SURE:
+            peak = footprint(question.shape, recipe).demand
+            return Offload(fits, peak, host_bytes(question.shape, recipe))
+    return None
 
 
 def _rate(question: FitQuestion, recipe: Recipe) -> float:

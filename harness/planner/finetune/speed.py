@@ -68,8 +68,6 @@ def tokens_per_second(
     total += UPDATE_BYTES * trained / shards / bandwidth
     if recipe.gpus > 1 and link:
         total += _exchange(shape, recipe, trained, link, compute)
-    if recipe.offload:
-        total += 30.0 * trained / shards / 20e9
     return tokens / total
 
 
