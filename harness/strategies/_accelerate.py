@@ -149,13 +149,14 @@ class AccelerateEngineCosts(CostModel[AccelerateEngine]):
 
 
 def fsdp2_states(cell: Cell, facts: ModelFacts, shards: int) -> States:
-    """Returns states of Accelerate's FSDP2, which gathers parameters and accumulates unreduced
-    gradients in the cell's precision."""
+    """Returns states of Accelerate's FSDP2, which gathers parameters, accumulates unreduced
+    gradients and reduces them in the cell's precision."""
     states, half = model_states(cell, facts, shards), cell.precision != "fp32"
     gradients = states.transient
+    whole = float(2 * sum(facts.sizes) if half else facts.trained_bytes)
     if cell.micro_batches > 1:
-        gradients = float(2 * sum(facts.sizes) if half else facts.trained_bytes)
-    transient = fsdp_transient(cell, facts, gradients, half=half)
+        gradients = whole
+    transient = fsdp_transient(cell, facts, gradients, half=half, copied=whole)
     return dataclasses.replace(states, transient=transient)
 
 

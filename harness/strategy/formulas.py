@@ -51,30 +51,35 @@ def fsdp_transient(
     reshards: bool = True,
     half: bool = False,
     whole: float | None = None,
+    copied: float | None = None,
 ) -> float:
     """Returns FSDP's transient bytes: gathered parameters, and gradients before and after their
     reduction. `gradients`: bytes kept until the update; `whole`: bytes of all gradients, if not
-    only of trained parameters.
+    only of trained parameters; `copied`: their bytes in the reduction's precision, if another.
 
     Backward gathers two blocks, one of them prefetched, and all parameters outside blocks.
     Gradients of the latter and of one block are whole, next to another block's copy (torch 2.13:
-    `foreach_reduce` of FSDP2; FSDP1's flat gradient). Unless FSDP `reshards`, forward ends with the
-    whole model gathered. `half`: gathers half precision. Assumes that frozen parameters are spread
-    like trained ones.
+    `foreach_reduce` of FSDP2; FSDP1's flat gradient). Those outside blocks are copied last, after
+    their parameters were freed. Unless FSDP `reshards`, forward ends with the whole model gathered.
+    `half`: gathers half precision. Assumes that frozen parameters are spread like trained ones.
     """
     from harness.workloads import make_workload
 
     model_bytes, whole = facts.parameter_bytes, whole or facts.trained_bytes
+    copied = copied or whole
     if half:
         model_bytes = min(model_bytes, 2 * facts.parameters)
     blocks, total = unit_sizes(make_workload(cell.workload), facts), sum(facts.sizes)
     outside = blocks.pop("", 0)
     first, second = [*(size for _, size in blocks.most_common(2)), 0, 0][:2]
     share = (outside + first) / total
-    unreduced = share * (whole * model_bytes / facts.parameter_bytes if half else whole)
+    made = whole * model_bytes / facts.parameter_bytes if half else whole
+    unreduced = share * made
     reduced = (1 - share) * gradients
     gathered = model_bytes * (outside + first + second) / total
-    in_backward = gathered + unreduced + reduced + whole * second / total
+    in_blocks = gathered + unreduced + reduced + copied * second / total
+    at_end = (made + copied) * outside / total + (1 - outside / total) * gradients
+    in_backward = max(in_blocks, at_end)
     before_backward = model_bytes + unreduced + (reduced if cell.micro_batches > 1 else 0.0)
     return in_backward if reshards else max(in_backward, before_backward)
 

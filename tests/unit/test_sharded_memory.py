@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,6 +12,10 @@ from harness.planner.cluster.recipe import SUITE_CELLS, Precision, Recipe
 from harness.planner.rehearsal import ledger
 from harness.planner.rehearsal.rehearse import RankMemory, rehearse
 from harness.spec.cell import Cell
+from harness.spec.training import Layout
+from harness.strategy.registry import make_strategy
+from harness.workloads import make_workload
+from harness.workloads.counts import model_facts
 from tests.tiny_models import save_config
 
 quiet = pytest.mark.filterwarnings("ignore")
@@ -32,9 +35,9 @@ def without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "backend_bytes", lambda call: 0)
 
 
-def rehearsed(folder: Path, recipe: Recipe, **axes: Any) -> RankMemory:
+def cell_of(folder: Path, recipe: Recipe) -> Cell:
     suffix, precision = SUITE_CELLS[recipe.precision]
-    cell = Cell(
+    return Cell(
         strategy="fsdp2",
         options={"mixed_precision": True} if precision == "bf16" else {},
         workload=f"hf:{folder}{suffix}",
@@ -44,9 +47,11 @@ def rehearsed(folder: Path, recipe: Recipe, **axes: Any) -> RankMemory:
         precision=precision,
         recompute="full",
         optimizer="adamw_fused",
-        **axes,
     )
-    return rehearse(cell, (0,)).fullest
+
+
+def rehearsed(folder: Path, recipe: Recipe) -> RankMemory:
+    return rehearse(cell_of(folder, recipe), (0,)).fullest
 
 
 @pytest.mark.slow
@@ -70,6 +75,22 @@ def test_gradients_and_gathered_parameters_are_counted_as_fsdp2_holds_them(
     recipe = Recipe(precision, gpus=gpus, sharding="full", recompute="full", sequence=32)
     counted = footprint(shape, recipe).peak - WORKSPACE_BYTES
     assert counted == pytest.approx(rehearsed(tmp_path, recipe).peak_bytes, rel=0.04)
+
+
+@pytest.mark.slow
+@quiet
+@pytest.mark.usefixtures("without_gloo")
+def test_the_strategys_formula_counts_copies_in_fp32_of_gradients_outside_blocks(
+    tmp_path: Path,
+) -> None:
+    save_config(tmp_path, "llama", **SIZES, vocab_size=32000, tie_word_embeddings=False)
+    recipe = Recipe("bf16", gpus=8, sharding="full", recompute="full", sequence=32)
+    cell = cell_of(tmp_path, recipe)
+    facts = model_facts(make_workload(cell.workload), cell.sequence_length)
+    states = make_strategy(cell).costs.states(cell, Layout(data=8), facts)
+    assert states is not None
+    peak = rehearsed(tmp_path, recipe).peak_bytes
+    assert states.total + states.transient == pytest.approx(peak, rel=0.04)
 
 
 @quiet
