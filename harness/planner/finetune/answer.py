@@ -39,7 +39,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Offload:
+class OffloadedFit:
     """What states in host memory would need; their speed depends on the host."""
 
     fits: float
@@ -63,7 +63,7 @@ class FitAnswer:
     """Differences from plain training, cheapest first."""
     remedies: tuple[Option, ...]
     """Changes that would make it fit, cheapest first."""
-    offload: Offload | None
+    offload: OffloadedFit | None
     """If it does not surely fit otherwise, but with states in host memory."""
     one_gpu_tokens_per_second: float | None
     """Throughput of one GPU alone, if it suffices."""
@@ -171,7 +171,7 @@ def answer(question: FitQuestion) -> FitAnswer:
     )
 
 
-def _offload(question: FitQuestion) -> Offload | None:
+def _offload(question: FitQuestion) -> OffloadedFit | None:
     """Returns what full sharding with offload needs, with as little fused code as possible; None if
     it does not surely fit or the base is quantised."""
     if question.method.startswith("q"):
@@ -181,7 +181,7 @@ def _offload(question: FitQuestion) -> Offload | None:
         fits = probability(question, recipe)
         if fits >= SURE:
             peak = footprint(question.shape, recipe).demand
-            return Offload(fits, peak, host_bytes(question.shape, recipe))
+            return OffloadedFit(fits, peak, host_bytes(question.shape, recipe))
     return None
 
 
