@@ -115,7 +115,7 @@ class FairscaleFsdpCosts(CostModel[FairscaleFsdp]):
         whole = cell.micro_batches > 1 and self.accumulates_whole_gradients
         gradients = float(facts.trained_bytes) if whole else shard.transient
         reshards = self.strategy.reshard_after_forward
-        transient = fsdp_transient(cell, facts, gradients, reshards)
+        transient = fsdp_transient(cell, facts, gradients, reshards, flat=True)
         return dataclasses.replace(shard, transient=transient)
 
 

@@ -109,7 +109,7 @@ class Fsdp1Costs(CostModel[Fsdp1]):
             states = dataclasses.replace(states, parameters=0.0, optimizer=0.0)
             gradients = gradients if whole else 0.0
         reshards = chosen.auto_wrap and chosen.sharding != "shard_grad_op"
-        transient = fsdp_transient(cell, facts, gradients, reshards, whole=model_bytes)
+        transient = fsdp_transient(cell, facts, gradients, reshards, whole=model_bytes, flat=True)
         return dataclasses.replace(states, transient=transient)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:

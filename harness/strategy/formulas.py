@@ -52,6 +52,7 @@ def fsdp_transient(
     half: bool = False,
     whole: float | None = None,
     copied: float | None = None,
+    flat: bool = False,
 ) -> float:
     """Returns FSDP's transient bytes: gathered parameters, and gradients before and after their
     reduction. `gradients`: bytes kept until the update; `whole`: bytes of all gradients, if not
@@ -59,9 +60,10 @@ def fsdp_transient(
 
     Backward gathers two blocks, one of them prefetched, and all parameters outside blocks.
     Gradients of the latter and of one block are whole, next to another block's copy (torch 2.13:
-    `foreach_reduce` of FSDP2; FSDP1's flat gradient). Those outside blocks are copied last, after
-    their parameters were freed. Unless FSDP `reshards`, forward ends with the whole model gathered.
-    `half`: gathers half precision. Assumes that frozen parameters are spread like trained ones.
+    `foreach_reduce` of FSDP2; FSDP1's flat gradient). Those outside blocks are copied last, by
+    FSDP2 after their parameters were freed, into a `flat` gradient before. Unless FSDP `reshards`,
+    forward ends with the whole model gathered. `half`: gathers half precision. Assumes that frozen
+    parameters are spread like trained ones.
     """
     from harness.workloads import make_workload
 
@@ -78,7 +80,8 @@ def fsdp_transient(
     reduced = (1 - share) * gradients
     gathered = model_bytes * (outside + first + second) / total
     in_blocks = gathered + unreduced + reduced + copied * second / total
-    at_end = (made + copied) * outside / total + (1 - outside / total) * gradients
+    last = model_bytes + 2 * made if flat else made + copied
+    at_end = last * outside / total + (1 - outside / total) * gradients
     in_backward = max(in_blocks, at_end)
     before_backward = model_bytes + unreduced + (reduced if cell.micro_batches > 1 else 0.0)
     return in_backward if reshards else max(in_backward, before_backward)

@@ -80,16 +80,17 @@ def test_gradients_and_gathered_parameters_are_counted_as_fsdp2_holds_them(
 @pytest.mark.slow
 @quiet
 @pytest.mark.usefixtures("without_gloo")
-def test_the_strategys_formula_counts_copies_in_fp32_of_gradients_outside_blocks(
-    tmp_path: Path,
+@pytest.mark.parametrize(("strategy", "precision"), [("fsdp2", "bf16"), ("fsdp1", "fp32")])
+def test_formulas_count_copies_of_gradients_outside_blocks(
+    tmp_path: Path, strategy: str, precision: Precision
 ) -> None:
     save_config(tmp_path, "llama", **SIZES, vocab_size=32000, tie_word_embeddings=False)
-    recipe = Recipe("bf16", gpus=8, sharding="full", recompute="full", sequence=32)
-    cell = cell_of(tmp_path, recipe)
+    recipe = Recipe(precision, gpus=8, sharding="full", recompute="full", sequence=32)
+    cell = cell_of(tmp_path, recipe).model_copy(update={"strategy": strategy})
     facts = model_facts(make_workload(cell.workload), cell.sequence_length)
     states = make_strategy(cell).costs.states(cell, Layout(data=8), facts)
     assert states is not None
-    peak = rehearsed(tmp_path, recipe).peak_bytes
+    peak = rehearse(cell, (0,)).fullest.peak_bytes
     assert states.total + states.transient == pytest.approx(peak, rel=0.04)
 
 

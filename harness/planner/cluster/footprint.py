@@ -186,26 +186,26 @@ def _reducing(shape: ModelShape, recipe: Recipe, layer_activations: float) -> fl
     """Returns the most bytes beyond states while FSDP reduces gradients in backward.
 
     A layer's whole gradients are copied for their reduction while the next layer is gathered.
-    Those of embedding and head, which are one unit, stay whole until the end, and are copied after
-    the unit's parameters were freed (torch 2.13, `FSDPParamGroup.post_backward`).
+    Those of embedding and head, which are one unit, stay whole until the end. FSDP2 copies them
+    after it has freed the unit's parameters (torch 2.13, `FSDPParamGroup.post_backward`), FSDP1
+    copies them into its flat gradient before.
     """
     of = STATES[recipe.precision]
     whole, copied = of.element / recipe.tensor, of.reduced / recipe.tensor
-    if recipe.library not in FSDP2 and whole == copied:
-        # FSDP1 reduces the flat gradient itself.
-        copied = 0.0
+    flat = recipe.library not in FSDP2
     layer = shape.layer_parameters - _alien_experts(shape, recipe)
     head = shape.embedding_parameters
     ends = head * (1 if shape.tied else 2)
     reduced = 0.0 if recipe.offload else of.gradient / recipe.gpus / recipe.tensor
     shards = reduced * (shape.layers * layer + ends * (recipe.accumulation > 1))
+    copies = (whole if flat else copied) * layer
     # Two layers' gradients are not reduced yet.
     in_layers = whole * (ends + head + 3 * layer) + layer_activations - 2 * reduced * layer
     # A tied embedding has another gradient, and its sum with the head's.
-    in_embedding = whole * (2 * ends + 2 * head * shape.tied)
+    in_embedding = whole * ((3 if flat else 2) * ends + 2 * head * shape.tied)
     # The embedding's gradient, or the head's, stays until the reduction has ended.
     after = max((whole + copied) * ends, (copied * (1 + 1 / recipe.gpus) + whole / 2) * ends)
-    return shards + max(in_layers + copied * layer, in_embedding + copied * layer, after)
+    return shards + max(in_layers + copies, in_embedding + copies, after)
 
 
 def _alien_experts(shape: ModelShape, recipe: Recipe) -> float:
