@@ -354,10 +354,10 @@ def test_alternatives_have_the_speed_of_their_own_answers() -> None:
     alone = verdict_of(f"{question} --gpus 4090")[1]
     two = verdict_of(f"{question} --gpus 2x4090")[1]
     assert two["one_gpu_tokens_per_second"] == alone["tokens_per_second"]
-    remedies = verdict_of("llama-3.2-1b --gpus 4090 --method full")[1]["remedies"]
+    remedies = verdict_of("llama-3.2-3b --gpus 4090 --method full")[1]["remedies"]
     assert isinstance(remedies, list)
     promised = {remedy["value"]: remedy["tokens_per_second"] for remedy in remedies}
-    followed = verdict_of("llama-3.2-1b --gpus 4090 --method lora")[1]
+    followed = verdict_of("llama-3.2-3b --gpus 4090 --method lora")[1]
     assert promised["lora"] == followed["tokens_per_second"]
 
 

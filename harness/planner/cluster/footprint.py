@@ -72,7 +72,7 @@ class Footprint:
     loaded: float
     """Parameters before the first step."""
     kept: float
-    """Parameters and optimizer state."""
+    """Parameters, optimizer state and DDP's buckets."""
     gradients: float
     """Gradients at the end of backward."""
     gathered: float
@@ -128,18 +128,19 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
         parameter = gradient = optimizer = frozen = 0.0
     whole = recipe.accumulation > 1 and not recipe.synchronised and recipe.sharding == "full"
     gradients = gradient * (trained - alien if whole else trained / shards)
-    if recipe.gpus > 1 and recipe.sharding == "none":
-        # DDP copies gradients into buckets.
-        gradients *= 2
     loaded = frozen + parameter * trained / shards + WORKSPACE_BYTES
     kept = loaded + optimizer * trained / shards
+    if recipe.gpus > 1 and recipe.sharding == "none":
+        # DDP's buckets.
+        kept += gradient * trained
     gathered = _gathered(shape, recipe) / recipe.tensor
     accumulated = gradients if recipe.accumulation > 1 else 0.0
     activations = _activations(shape, recipe)
     casts = 0.0
     if recipe.precision == "bf16" and not recipe.adapter and not recipe.gathers:
-        # Autocast keeps its bf16 copies of weights until the forward pass ends.
-        casts = 2.0 * trained
+        # Autocast keeps its bf16 copies of weights in forward, autograd until they were used.
+        looked_up = 0.0 if shape.tied else shape.embedding_parameters / recipe.tensor
+        casts = 2.0 * (trained - looked_up)
     logits = _logits(shape, recipe)
     scores = _scores(shape, recipe) / recipe.tensor
     score_gradients = (4.0 + _element(recipe)) * scores
@@ -155,7 +156,7 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
             # is freed by then; with shards, the head's whole gradient takes its place.
             summed = 2 * max(gradient, of.element) * shape.embedding_parameters / recipe.tensor
             end = end + summed if shards > 1 else max(end, summed)
-        backward = kept + gradients + gathered + casts + end
+        backward = kept + gradients + gathered + end
     copied = gathered if recipe.library in FSDP2 else 0.0
     temporary = 0.0 if recipe.fused_optimizer else max(parameter, 2.0) * trained / shards
     return Footprint(

@@ -1,4 +1,4 @@
-"""What `bench fits` counts under full sharding, against rehearsals of FSDP2's code."""
+"""What `bench fits` and formulas count, against rehearsals of FSDP's, DDP's and autocast's code."""
 
 from __future__ import annotations
 
@@ -37,15 +37,17 @@ def without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cell_of(folder: Path, recipe: Recipe) -> Cell:
     suffix, precision = SUITE_CELLS[recipe.precision]
+    strategy = "fsdp2" if recipe.sharding == "full" else "ddp" if recipe.gpus > 1 else "single"
+    mixed = strategy == "fsdp2" and precision == "bf16"
     return Cell(
-        strategy="fsdp2",
-        options={"mixed_precision": True} if precision == "bf16" else {},
+        strategy=strategy,
+        options={"mixed_precision": True} if mixed else {},
         workload=f"hf:{folder}{suffix}",
         devices=recipe.gpus,
         global_batch=recipe.gpus,
         sequence_length=recipe.sequence,
         precision=precision,
-        recompute="full",
+        recompute=recipe.recompute,
         optimizer="adamw_fused",
     )
 
@@ -75,6 +77,25 @@ def test_gradients_and_gathered_parameters_are_counted_as_fsdp2_holds_them(
     recipe = Recipe(precision, gpus=gpus, sharding="full", recompute="full", sequence=32)
     counted = footprint(shape, recipe).peak - WORKSPACE_BYTES
     assert counted == pytest.approx(rehearsed(tmp_path, recipe).peak_bytes, rel=0.04)
+
+
+@pytest.mark.slow
+@quiet
+@pytest.mark.usefixtures("without_gloo")
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("bf16", recompute="full", sequence=32),
+        Recipe("bf16", sequence=1024),
+        Recipe("bf16", gpus=2, sequence=1024),
+        Recipe("pure-bf16", gpus=2, sequence=1024),
+    ],
+    ids=["casts-freed", "casts", "buckets", "no-casts"],
+)
+def test_casts_live_until_they_were_used_and_buckets_always(tmp_path: Path, recipe: Recipe) -> None:
+    save_config(tmp_path, "llama", **SIZES, vocab_size=8000, tie_word_embeddings=False)
+    counted = footprint(parse_shape(f"hf:{tmp_path}/config.json"), recipe).peak - WORKSPACE_BYTES
+    assert counted == pytest.approx(rehearsed(tmp_path, recipe).peak_bytes, rel=0.03)
 
 
 @pytest.mark.slow
