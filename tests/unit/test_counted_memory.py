@@ -8,7 +8,7 @@ import pytest
 
 from harness.planner.cluster.footprint import WORKSPACE_BYTES, footprint
 from harness.planner.cluster.model_names import parse_shape
-from harness.planner.cluster.recipe import SUITE_CELLS, Precision, Recipe
+from harness.planner.cluster.recipe import SUITE_CELLS, Adapter, Precision, Recipe
 from harness.planner.rehearsal import ledger
 from harness.planner.rehearsal.rehearse import RankMemory, rehearse
 from harness.spec.cell import Cell
@@ -37,6 +37,8 @@ def without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cell_of(folder: Path, recipe: Recipe) -> Cell:
     suffix, precision = SUITE_CELLS[recipe.precision]
+    if recipe.adapter:
+        suffix, precision = "+bf16+lora", "fp32"
     strategy = "fsdp2" if recipe.sharding == "full" else "ddp" if recipe.gpus > 1 else "single"
     mixed = strategy == "fsdp2" and precision == "bf16"
     return Cell(
@@ -89,10 +91,11 @@ def test_gradients_and_gathered_parameters_are_counted_as_fsdp2_holds_them(
         Recipe("bf16", sequence=1024),
         Recipe("bf16", gpus=2, sequence=1024),
         Recipe("pure-bf16", gpus=2, sequence=1024),
+        Recipe(adapter=Adapter(8), gpus=8, sharding="full", recompute="full", sequence=32),
     ],
-    ids=["casts-freed", "casts", "buckets", "no-casts"],
+    ids=["casts-freed", "casts", "buckets", "no-casts", "first-gathers"],
 )
-def test_casts_live_until_they_were_used_and_buckets_always(tmp_path: Path, recipe: Recipe) -> None:
+def test_casts_buckets_and_gathers_live_as_long_as_in_torch(tmp_path: Path, recipe: Recipe) -> None:
     save_config(tmp_path, "llama", **SIZES, vocab_size=8000, tie_word_embeddings=False)
     counted = footprint(parse_shape(f"hf:{tmp_path}/config.json"), recipe).peak - WORKSPACE_BYTES
     assert counted == pytest.approx(rehearsed(tmp_path, recipe).peak_bytes, rel=0.03)
