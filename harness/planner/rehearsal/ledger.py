@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from unittest import mock
@@ -254,9 +254,9 @@ class Ledger(OperatorObserver):
     def recording(self) -> Iterator[Ledger]:
         resize = torch.UntypedStorage.resize_
         propagator = sharding_propagation.ShardingPropagator
-        propagate = propagator._propagate_tensor_meta_non_cached
+        propagate: Callable[..., object] = propagator._propagate_tensor_meta_non_cached
 
-        def uncounted(*args: Any) -> object:
+        def uncounted(*args: object) -> object:
             """Runs a DTensor's operator on fake whole tensors, which real ranks do not count."""
             self.paused = True
             try:
