@@ -199,6 +199,15 @@ def _helpers() -> set[int]:
     return found
 
 
+def _of_browser(process: psutil.Process, there: set[int]) -> bool:
+    """Returns whether a browser that serves several tests started it, such as a spare renderer."""
+    try:
+        parent = process.parent()
+        return parent is not None and parent.pid in there and parent.name() == "chromium"
+    except psutil.Error:
+        return False
+
+
 _AT_BEGIN = pytest.StashKey[set[str]]()
 
 
@@ -266,7 +275,7 @@ def leaks_nothing() -> Iterator[None]:
         processes = [
             p
             for p in psutil.Process().children(recursive=True)
-            if p.pid not in there | _helpers() and runs(p)
+            if p.pid not in there | _helpers() and runs(p) and not _of_browser(p, there)
         ]
         if not left and not processes:
             return
