@@ -54,7 +54,10 @@ def entry_point_class(group: str, name: str) -> UserClass | None:
 
 @functools.cache
 def entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
-    """Returns a group's entry points by name, read once: it takes 50 ms with 150 packages."""
+    """Returns a group's entry points by name, of equal names the first.
+
+    Cached, because it reads the metadata of all packages: 50 ms if there are 150.
+    """
     points = importlib.metadata.entry_points(group=group)
     return {point.name: point for point in reversed(tuple(points))}
 

@@ -153,10 +153,10 @@ def fsdp2_states(cell: Cell, facts: ModelFacts, shards: int) -> States:
     gradients and reduces them in the cell's precision."""
     states, half = model_states(cell, facts, shards), cell.precision != "fp32"
     gradients = states.transient
-    whole = float(2 * sum(facts.sizes) if half else facts.trained_bytes)
+    unreduced = float(2 * sum(facts.sizes) if half else facts.trained_bytes)
     if cell.micro_batches > 1:
-        gradients = whole
-    transient = fsdp_transient(cell, facts, gradients, half=half, copied=whole)
+        gradients = unreduced
+    transient = fsdp_transient(cell, facts, gradients, half=half, copied=unreduced)
     return dataclasses.replace(states, transient=transient)
 
 

@@ -75,13 +75,13 @@ def fsdp_transient(
     outside = blocks.pop("", 0)
     first, second = [*(size for _, size in blocks.most_common(2)), 0, 0][:2]
     share = (outside + first) / total
-    made = whole * model_bytes / facts.parameter_bytes if half else whole
-    unreduced = share * made
+    computed = whole * model_bytes / facts.parameter_bytes if half else whole
+    unreduced = share * computed
     reduced = (1 - share) * gradients
     gathered = model_bytes * (outside + first + second) / total
     in_blocks = gathered + unreduced + reduced + copied * second / total
-    last = model_bytes + 2 * made if flat else made + copied
-    at_end = last * outside / total + (1 - outside / total) * gradients
+    whole_at_end = model_bytes + 2 * computed if flat else computed + copied
+    at_end = whole_at_end * outside / total + (1 - outside / total) * gradients
     in_backward = max(in_blocks, at_end)
     before_backward = model_bytes + unreduced + (reduced if cell.micro_batches > 1 else 0.0)
     return in_backward if reshards else max(in_backward, before_backward)

@@ -414,19 +414,19 @@ def test_what_offload_would_need(options: str, host_bytes: int | None) -> None:
 def test_offload_leaves_what_is_gathered_and_reduced_on_the_gpu() -> None:
     shape = parse_shape("llama-8b")
     for precision in ("bf16", "pure-bf16"):
-        here, away = (
+        on_gpu, on_host = (
             footprint(
-                shape, Recipe(precision, gpus=8, sharding="full", recompute="full", offload=o)
+                shape, Recipe(precision, gpus=8, sharding="full", recompute="full", offload=offload)
             )
-            for o in (False, True)
+            for offload in (False, True)
         )
         states = STATES[precision]
         shards = shape.parameters / 8
-        assert here.kept - away.kept == pytest.approx(
+        assert on_gpu.kept - on_host.kept == pytest.approx(
             (states.parameter + states.optimizer) * shards
         )
-        assert here.loss - away.loss == pytest.approx(here.kept - away.kept)
-        reduced = here.backward - away.backward - (here.kept - away.kept)
+        assert on_gpu.loss - on_host.loss == pytest.approx(on_gpu.kept - on_host.kept)
+        reduced = on_gpu.backward - on_host.backward - (on_gpu.kept - on_host.kept)
         assert 0 < reduced < states.gradient * shards
 
 
@@ -439,7 +439,7 @@ def test_offload_leaves_what_is_gathered_and_reduced_on_the_gpu() -> None:
         ("llama-8b --gpus 2x4090 --method qlora", False),
     ],
 )
-def test_a_gpu_without_bf16_is_said(options: str, warned: bool) -> None:
+def test_a_gpu_without_bf16_has_a_warning(options: str, warned: bool) -> None:
     assert bool(verdict_of(options)[1]["warning"]) == warned
 
 

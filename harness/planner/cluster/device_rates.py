@@ -64,7 +64,7 @@ def bytes_per_second(text: str) -> float | None:
 
 
 def missing_bf16(model: GpuModel) -> str:
-    """Returns a sentence about bf16 times of a GPU without bf16 arithmetic, else an empty text."""
+    """Returns a warning about times on a GPU without bf16 arithmetic; empty if it has that."""
     if model.bf16_flops_per_second:
         return ""
     return (

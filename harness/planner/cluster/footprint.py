@@ -138,17 +138,19 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
     activations = _activations(shape, recipe)
     casts = 0.0
     if recipe.precision == "bf16" and not recipe.adapter and not recipe.gathers:
-        # Autocast keeps its bf16 copies of weights in forward, autograd until they were used.
+        # Autocast keeps bf16 copies of weights until forward ends, autograd until backward has used
+        # them.
         looked_up = 0.0 if shape.tied else shape.embedding_parameters / recipe.tensor
         casts = 2.0 * (trained - looked_up)
     logits = _logits(shape, recipe)
     scores = _scores(shape, recipe) / recipe.tensor
     score_gradients = (4.0 + _element(recipe)) * scores
     end = _last_layer(shape, recipe) + score_gradients
-    if recipe.gathers and not whole and not recipe.adapter and recipe.library != "native":
+    reduces = recipe.gathers and not whole and not recipe.adapter
+    if reduces and recipe.library != "native":
         backward = kept + _reducing(shape, recipe, end)
     else:
-        if shards > 1 and not whole and not recipe.adapter:
+        if reduces:
             layer = shape.layer_parameters - _alien_experts(shape, recipe)
             end += max(gradient, of.element) * layer / recipe.tensor
         if shape.tied and not recipe.adapter:
@@ -196,7 +198,7 @@ def _reducing(shape: ModelShape, recipe: Recipe, layer_activations: float) -> fl
     flat = recipe.library not in FSDP2
     layer = shape.layer_parameters - _alien_experts(shape, recipe)
     head = shape.embedding_parameters
-    ends = head * (1 if shape.tied else 2)
+    ends = shape.end_parameters
     reduced = 0.0 if recipe.offload else of.gradient / recipe.gpus / recipe.tensor
     shards = reduced * (shape.layers * layer + ends * (recipe.accumulation > 1))
     copies = (whole if flat else copied) * layer
@@ -234,8 +236,7 @@ def _gathered(shape: ModelShape, recipe: Recipe) -> float:
         return element * (shape.parameters - shape.layers * alien)
     if recipe.library == "native":
         return 2 * layer + 2.0 * shape.embedding_parameters
-    ends = shape.embedding_parameters * (1 if shape.tied else 2)
-    return layer + max(2.0, element) * ends
+    return layer + max(2.0, element) * shape.end_parameters
 
 
 def _uploaded(shape: ModelShape, recipe: Recipe) -> float:
@@ -246,16 +247,14 @@ def _uploaded(shape: ModelShape, recipe: Recipe) -> float:
     of = STATES[recipe.precision]
     stored = 2.0 if recipe.adapter else of.parameter
     cast = 0.0 if recipe.adapter or of.parameter == of.element else of.element
-    ends = shape.embedding_parameters * (1 if shape.tied else 2)
-    return (stored + cast) * ends / recipe.gpus / recipe.tensor
+    return (stored + cast) * shape.end_parameters / recipe.gpus / recipe.tensor
 
 
 def host_bytes(shape: ModelShape, recipe: Recipe) -> float:
     """Returns bytes of host memory that offloaded states of all GPUs need."""
     of = STATES[recipe.precision]
-    each = of.parameter + of.gradient + of.optimizer
     if not recipe.adapter:
-        return each * shape.parameters
+        return (of.parameter + of.gradient + of.optimizer) * shape.parameters
     # An adapter's parameters, gradients and moments are fp32, the frozen base is in bf16.
     return 16.0 * trained_parameters(shape, recipe) + 2.0 * shape.parameters
 

@@ -192,10 +192,15 @@ class ModelShape:
     def embedding_parameters(self) -> int:
         return self.vocabulary * self.hidden
 
+    @property
+    def end_parameters(self) -> int:
+        """Parameters of embedding and head, which are one matrix if tied."""
+        return self.embedding_parameters * (1 if self.tied else 2)
+
     @functools.cached_property
     def parameters(self) -> int:
         """Parameters, counting a tied matrix once."""
-        ends = self.embedding_parameters * (1 if self.tied else 2) + self.hidden
+        ends = self.end_parameters + self.hidden
         return self.layers * self.layer_parameters + self.other % self.layers + ends
 
 

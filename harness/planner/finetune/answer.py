@@ -40,7 +40,7 @@ class Option:
 
 @dataclass(frozen=True)
 class OffloadedFit:
-    """What states in host memory would need; their speed depends on the host."""
+    """Memory that training needs with its states in host memory."""
 
     fits: float
     peak_bytes: float
@@ -64,7 +64,7 @@ class FitAnswer:
     remedies: tuple[Option, ...]
     """Changes that would make it fit, cheapest first."""
     offload: OffloadedFit | None
-    """If it does not surely fit otherwise, but with states in host memory."""
+    """None if it surely fits without offload, or does not with it."""
     one_gpu_tokens_per_second: float | None
     """Throughput of one GPU alone, if it suffices."""
 

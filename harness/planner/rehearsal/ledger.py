@@ -104,6 +104,7 @@ class Ledger(OperatorObserver):
         self.largest_buffer = 0
         self.updating = 0
         self.paused = False
+        """Whether operators are not counted."""
         self.blocks: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]]
         self.blocks = weakref.WeakKeyDictionary()
         """Indices of a block's model and of the block."""
@@ -257,7 +258,7 @@ class Ledger(OperatorObserver):
         propagate: Callable[..., object] = propagator._propagate_tensor_meta_non_cached
 
         def uncounted(*args: object) -> object:
-            """Runs a DTensor's operator on fake whole tensors, which real ranks do not count."""
+            """Infers a DTensor's shape from fake whole tensors, which real ranks never allocate."""
             self.paused = True
             try:
                 return propagate(*args)
