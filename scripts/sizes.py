@@ -69,9 +69,8 @@ def code_lines(text: str) -> set[int]:
         for line in range(token.start[0], token.end[0] + 1)
     }
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return lines
 
 
