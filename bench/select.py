@@ -155,7 +155,7 @@ def keep(cells: Sequence[Cell], only: Sequence[str], skip: Sequence[str]) -> lis
     kept = [cell for cell in kept if not any(matches(cell, word) for word in skip)]
     if not kept:
         options = "--only and --skip leave" if only else "--skip leaves"
-        raise UsageError(f"{options} no cell of the matrix")
+        raise UsageError(f"{options} no cell of the matrix; leave some of them out")
     return kept
 
 

@@ -151,15 +151,6 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
                 yield str(file.relative_to(ROOT)), ast.parse(file.read_text())
 
 
-def all_messages() -> str:
-    lines: list[str] = []
-    for name, tree in sources():
-        ordered = sorted(messages(tree, name), key=lambda message: message.line)
-        texts = [" ".join(message.text.split()) for message in ordered]
-        lines += [f"# {name}", *dict.fromkeys(texts), ""] if texts else []
-    return "\n".join(lines)
-
-
 def main() -> int:
     found: list[Finding] = []
     total = 0

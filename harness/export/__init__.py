@@ -138,7 +138,7 @@ def plan_of(strategy: Strategy, cell: Cell, to: str) -> Export | None:
 
 def _plan_or_reason(strategy: Strategy, cell: Cell, to: str) -> Export | Refused | None:
     if cell.recipe:
-        return Refused(f"no standalone script trains with {cell.recipe}")
+        return Refused(f"no standalone script trains with {cell.recipe}; leave it out")
     if not _spans_nodes(cell, to):
         return None
     try:

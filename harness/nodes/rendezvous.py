@@ -64,7 +64,10 @@ class Rendezvous:
                 )
                 bytes.fromhex(found.key)
             except (ValueError, KeyError, TypeError):
-                raise UsageError(f"{str(file)!r} was not written by a coordinator") from None
+                raise UsageError(
+                    f"{str(file)!r} was not written by a coordinator; give the file that the run"
+                    " wrote"
+                ) from None
         return found
 
 

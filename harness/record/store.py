@@ -171,7 +171,9 @@ class Store:
         runs = read_frame("runs", [self.folder / "runs" / f"{r}.parquet" for r in wanted])
         wanted = [run_id for run_id in wanted if run_id in set(runs["run_id"])]
         if not wanted:
-            raise DamagedRun(f"the files of these runs in {str(self.folder)!r} are damaged")
+            raise DamagedRun(
+                f"the files of these runs in {str(self.folder)!r} are damaged; choose another run"
+            )
         trials = self._frame("trials", wanted)
         explained, conclusions = (
             read_frame(

@@ -1,4 +1,4 @@
-"""Only the command-line layer names commands and options; lower layers say what is wrong."""
+"""Messages say what is wrong and what would be right; only the command line names its options."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from harness.record.store import Store
 from harness.spec.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("bench", "harness", "reports")
 
 
 def commands(command: Any) -> Iterator[Any]:
@@ -59,6 +60,61 @@ def texts(source: str) -> Iterator[str]:
 def naming_texts(file: Path) -> list[str]:
     """Returns a file's texts that name a command or an option."""
     return [text for text in texts(file.read_text()) if WORDS.search(text)]
+
+
+ERRORS = {"UsageError", "Refused", "Unavailable", "OtherSchema", "DamagedRun", "NothingToResume"}
+"""Errors whose message is all that a user sees. REMEDIES completes the others."""
+NEXT_STEP = (
+    r"\b(?:add|at least|at most|choose|combine|continue|give|have|has|install|keep|leave|list|make"
+    r"|measure|must|name|needs?|only|reinstall|remove|run|see|set|submit|too (?:few|many)|try|turn"
+    r"|use|wait|write)\b"
+)
+CONTRAST = (
+    r"\b(?:than|expected|lacks?|outside|matches no|cannot \w+|there is no|not (?:an?|divi\w+|for|in"
+    r"|on)|(?:do|goals|known|ranks) are)\b"
+)
+CAUSE = r"[:;,(] ?\{\}|option \{\}$|^\{\} \{\}$"
+"""The last word has another program, the system, or a sentence made elsewhere."""
+
+
+def refusals(tree: ast.AST) -> Iterator[str]:
+    """Yields messages of user's mistakes, with `{}` for values."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or getattr(node.func, "id", "") not in ERRORS:
+            continue
+        if node.args and isinstance(node.args[0], ast.JoinedStr):
+            parts = node.args[0].values
+            yield "".join(str(p.value) if isinstance(p, ast.Constant) else "{}" for p in parts)
+        elif node.args and isinstance(node.args[0], ast.Constant):
+            yield str(node.args[0].value)
+
+
+def helps(message: str) -> bool:
+    """Whether the message is one sentence that says what to do, or what would be right."""
+    whole = not message.endswith((".", "!")) and "\n" not in message
+    return whole and bool(re.search(f"{NEXT_STEP}|{CONTRAST}|{CAUSE}", message))
+
+
+@pytest.mark.parametrize(
+    ("message", "good"),
+    [
+        ("bad value", False),
+        ("the cell is refused", False),
+        ("--trials {}: give a whole number of at least 1.", False),
+        ("--trials {}: give a whole number of at least 1", True),
+        ("{} runs on {} device, not on {}", True),
+    ],
+)
+def test_a_message_without_a_next_step_is_found(message: str, good: bool) -> None:
+    assert helps(message) == good
+
+
+def test_every_refusal_has_a_next_step_or_names_what_would_be_right() -> None:
+    files = [file for folder in PACKAGES for file in sorted((ROOT / folder).rglob("*.py"))]
+    files = [file for file in files if file.parent.name != "gpu_check"]
+    said = {message: file for file in files for message in refusals(ast.parse(file.read_text()))}
+    assert len(said) > 300
+    assert {message: file.name for message, file in said.items() if not helps(message)} == {}
 
 
 def test_a_word_of_the_command_line_is_seen() -> None:
