@@ -127,14 +127,14 @@ def submit(
 def _write_manifests(
     target: Target, site: Site, job: ClusterJob, dry_run: bool, json_output: bool
 ) -> None:
-    from bench.cluster.manifests import as_yaml, manifests, start_command
+    from bench.cluster.manifests import manifests, start_command
 
     if "/" in job.matrix:
         raise UsageError(
             f"--matrix {job.matrix}: the image has only the suite's own matrices; see: python -m"
             " bench list matrices"
         )
-    text, file = as_yaml(manifests(target, site, job)), job.folder / "manifests.yaml"
+    text, file = manifests(target, site, job), job.folder / "manifests.yaml"
     start = start_command(target, str(file))
     if not dry_run:
         job.folder.mkdir(parents=True, exist_ok=True)

@@ -10,9 +10,13 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bench.cluster.site import ROOT, Site
 from harness.spec.errors import UsageError
+
+if TYPE_CHECKING:
+    import jinja2
 
 
 @dataclass(frozen=True)
@@ -36,29 +40,31 @@ class ClusterJob:
         return self.results / self.target / (self.run_id or "nightly")
 
 
-def batch_script(site: Site, job: ClusterJob) -> str:
-    """Returns a batch script: options, the site's setup, and a script of slurm/.
-
-    Raises UsageError if the suite is installed without slurm/.
-    """
+def templates() -> jinja2.Environment:
     import jinja2
 
-    if not (ROOT / "slurm").is_dir():
-        raise UsageError(
-            "a SLURM job needs the scripts in the suite's folder slurm: submit from a checkout of"
-            " the suite"
-        )
-    loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
-    environment = jinja2.Environment(
-        loader=loader,
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
     )
+
+
+def batch_script(site: Site, job: ClusterJob) -> str:
+    """Returns a batch script: options, the site's setup, and a script of slurm/.
+
+    Raises UsageError if the suite is installed without slurm/.
+    """
+    if not (ROOT / "slurm").is_dir():
+        raise UsageError(
+            "a SLURM job needs the scripts in the suite's folder slurm: submit from a checkout of"
+            " the suite"
+        )
+    environment = templates()
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
-    template = environment.get_template("job.sh.j2")
-    return template.render(
+    return environment.get_template("job.sh.j2").render(
         site=site,
         job=job,
         root=ROOT,

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from bench.cluster.jobs import ClusterJob
-from bench.cluster.manifests import as_yaml, manifests
+from bench.cluster.manifests import manifests
 from bench.cluster.site import Pods, Site
 from bench.cluster.target import Target
 from harness.nodes.rendezvous import KEY, KEY_FILE
@@ -27,7 +27,7 @@ SITE = Site(nodes=3, gpus_per_node=8, memory="64G", interface="eth0", pods=PODS)
 
 def documents(target: Target, site: Site = SITE) -> list[dict[str, Any]]:
     job = ClusterJob("smoke", "Run_1", Path("results"), ("--set", "batch=16"), target=target.value)
-    return list(yaml.safe_load_all(as_yaml(manifests(target, site, job))))
+    return list(yaml.safe_load_all(manifests(target, site, job)))
 
 
 def started(command: str, folder: Path, **environment: str) -> list[str]:
