@@ -16,42 +16,48 @@ from reports.run_report import RunReport
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
+    return tuple(text.replace("*", "").split())
+
+
+def _starred(text: str) -> tuple[str, ...]:
+    return _names(" ".join(name for name in text.split() if name.endswith("*")))
 
 
 RUN = _names(
     "run_id started_at matrix host operating_system python_version torch_version cpu_model"
     " cpu_cores memory_bytes gpus gpu_memory_bytes git_commit suite_version schema_version"
 )
-IDENTITY = (
-    *_names(
-        "run_id cell_id cell_name label system strategy options workload data sequence_length"
-        " devices device processes data_parallel pipeline_parallel tensor_parallel"
-        " sequence_parallel precision regime global_batch"
-    ),
-    *TECHNIQUES,
-    *_names("optimizer launcher wraps_ddp threads_per_device"),
+# A star marks what other tools get, too.
+_IDENTITY = (
+    "run_id cell_id cell_name label* system strategy* options* workload* data* sequence_length*"
+    " devices* device* processes data_parallel pipeline_parallel tensor_parallel sequence_parallel"
+    f" precision* regime* global_batch* {'* '.join(TECHNIQUES)}* optimizer* launcher* wraps_ddp"
+    " threads_per_device"
 )
-FIGURES = _names(
+_FIGURES = (
     "status reason expected ranked place same_as_above trials disturbed_trials stand_in"
-    " oversubscribed samples_per_second samples_per_second_low samples_per_second_high"
-    " tokens_per_second tokens_per_second_low tokens_per_second_high step_seconds_p50"
-    " step_seconds_p95 data_seconds_p50 setup_seconds startup_seconds first_step_seconds"
+    " oversubscribed samples_per_second* samples_per_second_low* samples_per_second_high*"
+    " tokens_per_second* tokens_per_second_low* tokens_per_second_high* step_seconds_p50*"
+    " step_seconds_p95* data_seconds_p50* setup_seconds* startup_seconds first_step_seconds"
     " compile_seconds wall_seconds trend baseline over_baseline over_baseline_low"
-    " over_baseline_high efficiency_own efficiency_single flops_per_step hardware_flops_per_step"
-    " mfu matmul_utilization peak_flops_per_second matmul_flops_per_second"
-    " bubble_fraction expert_imbalance energy_joules_per_sample"
-    " peak_memory_bytes peak_memory_bytes_low"
+    " over_baseline_high efficiency_own* efficiency_single* flops_per_step hardware_flops_per_step"
+    " mfu* matmul_utilization* peak_flops_per_second matmul_flops_per_second"
+    " bubble_fraction expert_imbalance energy_joules_per_sample*"
+    " peak_memory_bytes* peak_memory_bytes_low"
     " memory_imbalance memory_method parameter_bytes gradient_bytes optimizer_bytes library_bytes"
-    " state_bytes formula_bytes formula_transient_bytes formula_deviation host_state_bytes"
-    " sent_bytes_per_step offload_read_bytes_per_step offload_written_bytes_per_step"
+    " state_bytes* formula_bytes formula_transient_bytes formula_deviation host_state_bytes"
+    " sent_bytes_per_step* offload_read_bytes_per_step offload_written_bytes_per_step"
     " offload_kept_bytes checkpoint_bytes checkpoint_files checkpoint_save_seconds"
     " checkpoint_blocked_seconds checkpoint_load_seconds checkpoint_restores_random"
     " checkpoint_restores_bits parameters trained_parameters parity_verdict parity_reason"
     " parity_steps"
-    " parity_max_loss_deviation parity_loss_tolerance parity_max_update_deviation"
+    " parity_max_loss_deviation* parity_loss_tolerance parity_max_update_deviation*"
     " parity_update_tolerance fp32_loss_deviation"
 )
+IDENTITY, FIGURES = _names(_IDENTITY), _names(_FIGURES)
+AXES, PUBLISHED = _starred(_IDENTITY), _starred(_FIGURES)
+TRIAL_FIGURES = ("samples_per_second", "step_seconds_p50", "peak_memory_bytes")
+"""Figures of each trial that other tools get, too."""
 LISTS = ("peak_memory_bytes_by_rank", "losses", "reference_losses", "samples_per_second_by_trial")
 _FORMULA_STARTS = tuple("=+-@\t\r")
 

@@ -23,12 +23,12 @@ from harness.record.store import Results, Store
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
-from reports.publish import LIBRARIES
+from reports.export_records import AXES
+from reports.export_records import PUBLISHED as FIGURES
+from reports.publish import CELL_TAG, LIBRARIES, PREFIX, RUN_TAG, cell_folder, quiet
+from reports.publish import PROJECT as EXPERIMENT
+from reports.publish import PROMETHEUS_FILE as FILE
 from reports.publish import publish as write
-from reports.publish.event_files import cell_folder
-from reports.publish.file_store import EXPERIMENT
-from reports.publish.published import AXES, CELL_TAG, FIGURES, RUN_TAG, quiet
-from reports.publish.textfile import FILE, PREFIX
 from tests import commands
 from tests.unit.html_page import HOSTILE
 from tests.unit.made_results import REFERENCE, diverged_rows, left_out, run_row, trial_rows
