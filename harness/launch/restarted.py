@@ -10,12 +10,12 @@ from harness.launch.interleaved import Launch
 from harness.launch.launcher import LauncherProtocol, LaunchOptions
 from harness.launch.outcome import Outcome
 from harness.record.checkpoint import CheckpointFacts, Manifest
+from harness.record.run_record import RankStep
 from harness.spec.errors import BadCheckpoint
 from harness.worker.rank_answer import (
     CheckpointedState,
     LoadedAnswer,
     RankAnswer,
-    RankStep,
     SavedAnswer,
 )
 from harness.worker.spec import Checkpointing

@@ -83,12 +83,7 @@ class ConclusionRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord(Record):
-    run_id: str
-    cell_id: str
-    trial: Int32
-    attempt: Int32
-    rank: Int32
+class RankStep(Record):
     step: Int32
     phase: str
     """warmup, settling (first step after a check, rewind, restart or wait), timed"""
@@ -107,3 +102,12 @@ class StepRecord(Record):
     """training step from 0; less than step after a rewind"""
     gradient_norm: float | None = None
     """2-norm of all gradients before clipping, if known"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord(RankStep):
+    run_id: str
+    cell_id: str
+    trial: Int32
+    attempt: Int32
+    rank: Int32

@@ -50,10 +50,13 @@ class Record:
     @classmethod
     @functools.cache
     def columns(cls) -> tuple[Column, ...]:
+        """Returns the table's columns: those of its class, then those it inherits."""
         hints = typing.get_type_hints(cls, include_extras=True)
+        fields = sorted(
+            dataclasses.fields(cls), key=lambda field: field.name not in cls.__annotations__
+        )
         return tuple(
-            Column(field.name, *_column_type(hints[field.name]), field.default)
-            for field in dataclasses.fields(cls)
+            Column(field.name, *_column_type(hints[field.name]), field.default) for field in fields
         )
 
     @classmethod

@@ -15,9 +15,10 @@ from harness.host.gpu_state import as_json
 from harness.measure.peak_memory import imbalance
 from harness.measure.resource_use import Load, foreign_load
 from harness.measure.routing import ExpertTokens, imbalance_of_experts
+from harness.record.run_record import RankStep
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
-from harness.worker.rank_answer import RankAnswer, RankStep, TrainedAnswer
+from harness.worker.rank_answer import RankAnswer, TrainedAnswer
 from harness.workloads.counts import ModelFacts
 
 Number = TypeVar("Number", int, float)

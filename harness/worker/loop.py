@@ -17,6 +17,7 @@ from harness.parity.comparison import SGD_ERROR, deviations_from
 from harness.parity.deviations import Deviations
 from harness.parity.reference import Reference
 from harness.parity.running_statistics import RunningStatistics
+from harness.record.run_record import RankStep
 from harness.spec.cell import Cell
 from harness.spec.training import REPLAYED_STEPS, Batch, TrainStep, first_replayed
 from harness.strategy.job import Job, TrainState
@@ -26,7 +27,7 @@ from harness.strategy.whole_state import MOMENTS_UP_TO
 from harness.worker.batches import Batches, BatchRecipe
 from harness.worker.compilation import compile_seconds
 from harness.worker.control_process import Control
-from harness.worker.rank_answer import LoadedAnswer, Offload, RankStates, RankStep
+from harness.worker.rank_answer import LoadedAnswer, Offload, RankStates
 from harness.worker.reporting import Heartbeat, Progress
 from harness.worker.rewind import (
     AHEAD,
@@ -269,15 +270,14 @@ class Loop:
         phase = "warmup" if warm else "settling" if self.settling else "timed"
         self.settling = False
         self.timed += phase == "timed"
-        value = None if loss is None else float(loss.detach())
         norm, self.job.recipe.gradient_norm = self.job.recipe.gradient_norm, None
         self.steps.append(
             RankStep(
-                data_seconds,
-                step_seconds,
-                index,
-                phase,
-                value,
+                step=index,
+                phase=phase,
+                data_seconds=data_seconds,
+                step_seconds=step_seconds,
+                loss=None if loss is None else float(loss.detach()),
                 training_step=self.training_step,
                 gradient_norm=None if norm is None else float(norm),
             )

@@ -10,27 +10,10 @@ from typing import TYPE_CHECKING
 from harness.host.folders import write_atomically
 from harness.host.gpu_state import GpuUse
 from harness.parity.deviations import Deviations
+from harness.record.run_record import RankStep
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
-
-
-@dataclass(frozen=True)
-class RankStep:
-    data_seconds: float
-    step_seconds: float
-    """Step time with fetching, between two device synchronisations."""
-    step: int
-    phase: str
-    """`warmup`, `settling` or `timed`."""
-    loss: float | None
-    control_seconds: float | None = None
-    left_over_seconds: float | None = None
-    """CPU seconds of leftover work, included in `step_seconds`."""
-    training_step: int | None = None
-    """Index of the training step; less than `step` after a rewind."""
-    gradient_norm: float | None = None
-    """Global gradient norm before clipping; None if unclipped or unknown."""
 
 
 @dataclass(frozen=True)

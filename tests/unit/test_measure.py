@@ -38,9 +38,10 @@ from harness.measure.resource_use import (
     idle_share,
     package_joules,
 )
+from harness.record.run_record import RankStep
 from harness.run.metrics import timed_seconds
 from harness.spec.cell import Cell
-from harness.worker.rank_answer import CpuTime, RankStep
+from harness.worker.rank_answer import CpuTime
 from harness.worker.spec import TimeSlices
 from harness.workloads.counts import ModelFacts
 from tests.unit.recording import answer, figures
@@ -118,8 +119,13 @@ def test_throughput_is_the_global_batch_over_the_time_of_all_ranks_together() ->
 def test_waiting_for_a_rank_that_began_later_counts_once() -> None:
     """Two ranks synchronise in the middle of each step. Rank 1 is 1 s late at first and never
     again; the ranks' maximum would make every step 1 s too long."""
-    first = [RankStep(0.0, seconds, i, "timed", None) for i, seconds in enumerate((2, 3, 1, 3))]
-    second = [RankStep(0.0, seconds, i, "timed", None) for i, seconds in enumerate((3, 1, 3, 1))]
+    first, second = (
+        [
+            RankStep(step=i, phase="timed", data_seconds=0.0, step_seconds=seconds)
+            for i, seconds in enumerate(rank)
+        ]
+        for rank in ((2, 3, 1, 3), (3, 1, 3, 1))
+    )
     assert timed_seconds([first, second]) == [3, 2, 2, 2]
     paused = [replace(step, left_over_seconds=0.0) for step in first]
     assert timed_seconds([paused, second]) == [3, 3, 3, 3], "after a pause they begin together"
