@@ -120,6 +120,7 @@ def replace_traces(files: list[Path], folder: Path) -> list[Path]:
 
 def name_ranks(folder: Path) -> list[Path]:
     """Labels processes with their rank; also merges several traces into all.json.gz."""
+    from harness.spec.errors import UsageError
 
     def rank_of(file: Path) -> int:
         return int(file.name.removeprefix("rank").partition(".")[0])
@@ -132,10 +133,15 @@ def name_ranks(folder: Path) -> list[Path]:
             "process_sort_index": {"sort_index": rank},
         }
         trace = json.loads(gzip.decompress(file.read_bytes()))
-        pid = next(e["pid"] for e in trace["traceEvents"] if e.get("name") == "bench:step")
+        steps = [e["pid"] for e in trace["traceEvents"] if e.get("name") == "bench:step"]
+        if not steps:
+            raise UsageError(
+                f"the trace of rank {rank} has no event 'bench:step', which marks the profiled"
+                " step: end other profilers of this process, and profile the cell again"
+            )
         for event in trace["traceEvents"]:
             name = event.get("name")
-            if event.get("ph") == "M" and name in names and event.get("pid") == pid:
+            if event.get("ph") == "M" and name in names and event.get("pid") == steps[0]:
                 event["args"] = names[name]
         file.write_bytes(gzip.compress(json.dumps(trace).encode(), 5))
         traces[file] = trace

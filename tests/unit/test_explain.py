@@ -455,6 +455,14 @@ def test_ranks_are_named_in_traces_and_shown_together(tmp_path: Path) -> None:
     assert names == {70: "rank 0", 60: "rank 1"}
 
 
+def test_a_trace_without_the_step_is_refused(tmp_path: Path) -> None:
+    events = [{"ph": "X", "name": "aten::add", "pid": 70, "ts": 1, "dur": 2}]
+    text = json.dumps({"traceEvents": events}).encode()
+    (tmp_path / "rank0.json.gz").write_bytes(gzip.compress(text))
+    with pytest.raises(UsageError, match="rank 0 has no event"):
+        name_ranks(tmp_path)
+
+
 def test_cells_to_profile_by_id_name_and_options(tmp_path: Path) -> None:
     cell = Cell(strategy="ddp", devices=2, workload="llama-nano", options={"static_graph": True})
     store = Store(tmp_path)
