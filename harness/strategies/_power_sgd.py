@@ -14,7 +14,7 @@ from harness.strategy.job import step_halves
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-RANK, FIRST_COMPRESSED = 4, 2
+POWER_SGD_RANK, FIRST_COMPRESSED = 4, 2
 """Rank of the approximation, and the first step that uses it."""
 LEAST_SAVING = 2
 """Factor by which compression must shrink a matrix, as in torch."""
@@ -99,12 +99,12 @@ class Bucket:
         by_shape = defaultdict[tuple[int, ...], list[int]](list)
         for place in places:
             rows, columns = shape = _matrix(shapes[place]).shape
-            rank = min(rows, columns, RANK)
+            rank = min(rows, columns, POWER_SGD_RANK)
             if (rows + columns) * rank * LEAST_SAVING < rows * columns:
                 by_shape[shape].append(place)
         generator = torch.Generator().manual_seed(seed)
         self.factors = {
-            place: torch.randn(columns, min(rows, columns, RANK), generator=generator)
+            place: torch.randn(columns, min(rows, columns, POWER_SGD_RANK), generator=generator)
             for (rows, columns), alike in by_shape.items()
             for place in alike
         }

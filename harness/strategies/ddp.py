@@ -18,6 +18,7 @@ from harness.spec.training import (
     first_replayed,
 )
 from harness.strategies._accelerate_config import accelerate_export
+from harness.strategies._power_sgd import FIRST_COMPRESSED, POWER_SGD_RANK
 from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.formulas import (
     BESIDE_BACKWARD,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 
 DEFAULT_BUCKETS_MIB = 1, 25
-POWER_SGD_RANK, FIRST_COMPRESSED = 4, 2
 COMPRESSED = {
     "fp16": Tolerance(1e-4, 0.03, "gradients travel in fp16"),
     "bf16": Tolerance(1e-3, 0.2, "gradients travel in bf16"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -95,7 +96,9 @@ class FairscaleOss(Strategy):
             optimizer,
             no_sync=model.no_sync,
             scaler=sharded_loss_scaler(job),
-            clear=lambda: clear(model, optimizer),
+            # OSS's `zero_grad` would detach gradients from ShardedDataParallel's buckets, and later
+            # steps would use local gradients.
+            clear=functools.partial(model.zero_grad, set_to_none=True),
         )
 
 
@@ -125,15 +128,6 @@ class FairscaleOssCosts(CostModel[FairscaleOss]):
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         reduced = layout.data if self.strategy.reduce_buffer_size else len(facts.sizes)
         return layout.data + BESIDE_BACKWARD * reduced
-
-
-def clear(model: ShardedDataParallel, optimizer: OSS) -> None:
-    """Zeroes gradients in buckets and frees the others.
-
-    OSS's `zero_grad` would detach them from ShardedDataParallel's buckets, and later steps would
-    use local gradients.
-    """
-    model.zero_grad(set_to_none=True)
 
 
 def retained_by_oss(model: ShardedDataParallel, optimizer: OSS) -> Iterator[Retained]:

@@ -27,9 +27,6 @@ from harness.strategy.schedules import blocks_of_stage
 from harness.strategy.whole_state import moments_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 

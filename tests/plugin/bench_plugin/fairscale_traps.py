@@ -1,10 +1,11 @@
 """fairscale with an easily made mistake: clearing gradients through the optimizer."""
 
+from functools import partial
 from typing import Any, Literal
 
 from harness.strategies import fairscale_oss
 from harness.strategies.fairscale_oss import FairscaleOss
-from harness.strategy import Job, TrainStep
+from harness.strategy import Job, TrainStep, standard_step
 
 
 class FairscaleTraps(FairscaleOss):
@@ -13,13 +14,15 @@ class FairscaleTraps(FairscaleOss):
     through: Literal["model", "optimizer", "optimizer_to_zero", "shard", "shard_to_zero"] = "model"
     """Object that clears gradients; `_to_zero` sets them to zero instead of None."""
 
-    def clear(self, model: Any, optimizer: Any) -> None:
+    def step(self, job: Job, model: Any, optimizer: Any, **options: Any) -> TrainStep:
         from torch.optim import Optimizer
 
         which = optimizer.optim if self.through.startswith("shard") else optimizer
-        Optimizer.zero_grad(which, set_to_none=not self.through.endswith("zero"))
+        to_none = not self.through.endswith("zero")
+        options["clear"] = partial(Optimizer.zero_grad, which, set_to_none=to_none)
+        return standard_step(job, model, optimizer, **options)
 
     def setup(self, job: Job) -> TrainStep:
         if self.through != "model":
-            fairscale_oss.clear = self.clear
+            vars(fairscale_oss)["standard_step"] = self.step
         return super().setup(job)
