@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import platform
@@ -15,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.record.schema import VERSION, VERSION_KEY, arrow_schema
+from harness.record.schema import TABLES, VERSION, VERSION_KEY, arrow_schema
 from harness.spec.errors import DamagedFileWarning, NotRecorded, UsageError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class DamagedFile(Exception):
 
 
 class OtherSchema(UsageError):
-    """A file was written with another version of the schema."""
+    """A file was written with a newer version of the schema."""
 
 
 def writer_name() -> str:
@@ -102,7 +103,10 @@ def is_complete(file: Path) -> bool:
 
 
 def read_file(table: str, file: Path, columns: Sequence[str] = ()) -> pa.Table:
-    """Reads all columns of a file, or only `columns`. Raises DamagedFile or OtherSchema."""
+    """Reads all columns of a file, or only `columns`. Raises DamagedFile or OtherSchema.
+
+    Columns that a file of an older schema lacks get their default.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -111,8 +115,13 @@ def read_file(table: str, file: Path, columns: Sequence[str] = ()) -> pa.Table:
         with pq.ParquetFile(file, page_checksum_verification=True) as content:
             _require_schema(table, file, content.schema_arrow)
             rows = content.read(columns=schema.names)
-        present = dict(zip(rows.column_names, rows.columns, strict=True))
-        return pa.table([present[name] for name in schema.names], schema=schema)
+            count = content.metadata.num_rows
+        values = dict(zip(rows.column_names, rows.columns, strict=True))
+        for column in TABLES[table].columns():
+            if column.name in schema.names and column.name not in values:
+                filled = pa.array([column.default] * count, schema.field(column.name).type)
+                values[column.name] = filled
+        return pa.table([values[name] for name in schema.names], schema=schema)
     except (OSError, pa.ArrowException, ValueError, MemoryError, OverflowError) as error:
         lines = str(error).strip().splitlines()
         raise DamagedFile(lines[0] if lines else type(error).__name__) from None
@@ -148,16 +157,17 @@ def _require_schema(table: str, file: Path, schema: pa.Schema) -> None:
     version = (schema.metadata or {}).get(VERSION_KEY.encode(), b"").decode(errors="replace")
     if not version.isdecimal():
         raise DamagedFile(f"{other}: it has no schema version")
-    if int(version) != VERSION:
+    if int(version) > VERSION:
         raise OtherSchema(
-            f"{str(file)!r} has schema {int(version)}, but this version of the suite reads schema"
-            f" {VERSION}: open it with the version that wrote it"
+            f"{str(file)!r} has schema {int(version)}, but this version of the suite reads schemas"
+            f" up to {VERSION}: open it with the version that wrote it"
         )
     present = dict(zip(schema.names, schema.types, strict=True))
-    for field in arrow_schema(table):
+    for column, field in zip(TABLES[table].columns(), arrow_schema(table), strict=True):
         if field.name not in present:
-            raise DamagedFile(f"{other}: column {field.name} is missing", field.name)
-        if present[field.name] != field.type:
+            if int(version) == VERSION or column.default is dataclasses.MISSING:
+                raise DamagedFile(f"{other}: column {field.name} is missing", field.name)
+        elif present[field.name] != field.type:
             kinds = f"{present[field.name]} instead of {field.type}"
             raise DamagedFile(f"{other}: column {field.name} is {kinds}", field.name)
 
