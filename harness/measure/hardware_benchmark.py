@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.analysis.stats import slowest
+from harness.host.apart import Ended, call_apart
 from harness.host.folders import scratch_folder
 from harness.host.process import caller_not_imported
 from harness.record.hardware_facts import DeviceSpeed, SpeedMeasurement
@@ -223,14 +222,6 @@ LAUNCHES, LAUNCH_ROUNDS = 500, 9
 FLOAT8_LARGEST = 448.0
 TIME_LIMIT_SECONDS = 90.0
 """Limit for a process that imports from a slow disk."""
-_APART = """
-import dataclasses, json, sys
-from harness.host.process import die_with_parent
-die_with_parent()
-import torch
-from harness.measure.hardware_benchmark import measure_device_speed
-print(json.dumps(dataclasses.asdict(measure_device_speed(torch.device(sys.argv[1])))))
-"""
 
 
 def measure_device_speed(device: torch.device) -> DeviceSpeed:
@@ -252,17 +243,16 @@ def measure_device_speed(device: torch.device) -> DeviceSpeed:
 
 def measure_apart(device: str = "cuda:0", limit: float = TIME_LIMIT_SECONDS) -> SpeedMeasurement:
     """Measures a device in a separate process; the result has any failure's reason."""
-    command = [sys.executable, "-c", _APART, device]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return SpeedMeasurement(None, f"did not finish within {limit:.0f} s")
-    except OSError as error:
-        return SpeedMeasurement(None, str(error))
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return SpeedMeasurement(None, last[:300])
-    return SpeedMeasurement(DeviceSpeed(**json.loads(done.stdout.splitlines()[-1])))
+    speed = call_apart(_device_speed, device, limit=limit)
+    if isinstance(speed, Ended):
+        return SpeedMeasurement(None, speed.reason[:300])
+    return SpeedMeasurement(speed)
+
+
+def _device_speed(device: str) -> DeviceSpeed:
+    import torch
+
+    return measure_device_speed(torch.device(device))
 
 
 def _measure(device: torch.device) -> DeviceSpeed:

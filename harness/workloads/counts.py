@@ -5,14 +5,13 @@ import functools
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from unittest import mock
 
+from harness.host.apart import Ended, call_apart
 from harness.host.cuda import HIDE_GPUS, LEAVE_CUDA_ALONE, cuda_is_initialized
 from harness.host.environment import device_type, version_of
 from harness.host.folders import cache_folder, write_atomically
@@ -31,6 +30,8 @@ Counted = TypeVar("Counted")
 
 MOST_WITH_MEMORY = 100_000_000
 """Most parameters of a model counted with real tensors."""
+APART_LIMIT_SECONDS = 600.0
+"""Limit for counting in a process of its own, which may import from a slow disk."""
 
 
 @dataclass(frozen=True)
@@ -99,26 +100,18 @@ def _read(text: str) -> ModelFacts:
 
 
 def _count_apart(workload: Workload, sequence_length: int) -> ModelFacts:
-    """Counts in a subprocess that sees no GPU, as libraries may initialise CUDA on import."""
-    command = [sys.executable, "-c", _APART, workload.name, str(sequence_length)]
-    done = subprocess.run(
-        command,
-        env=os.environ | HIDE_GPUS,
-        capture_output=True,
-        text=True,
-        check=False,
+    facts = call_apart(
+        _count_without_gpus, workload.name, sequence_length, limit=APART_LIMIT_SECONDS
     )
-    if done.returncode != 0:
-        raise RuntimeError(f"counting the parameters of {workload.name} failed:\n{done.stderr}")
-    return _read(done.stdout.splitlines()[-1])
+    if isinstance(facts, Ended):
+        raise RuntimeError(f"counting the parameters of {workload.name} failed: {facts.reason}")
+    return facts
 
 
-_APART = """
-import dataclasses, json, sys
-from harness.workloads.counts import model_facts
-from harness.workloads.catalog import make_workload
-print(json.dumps(dataclasses.asdict(model_facts(make_workload(sys.argv[1]), int(sys.argv[2])))))
-"""
+def _count_without_gpus(name: str, sequence_length: int) -> ModelFacts:
+    """Counts where no GPU is visible, as libraries may initialise CUDA on import."""
+    os.environ |= HIDE_GPUS
+    return model_facts(make_workload(name), sequence_length)
 
 
 def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None:
