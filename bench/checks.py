@@ -160,7 +160,7 @@ def _unproven() -> Iterator[Trouble]:
         "ROCm",
         f"the suite has only run on stand-ins for ROCm ({version}), never on an AMD GPU",
         "forked ranks, memory limits, CUDA graphs, RCCL, float8 and bitwise parity are unproven",
-        "python -m bench doctor --gpu-check, which checks each of them",
+        "python -m bench run --matrix gpu, which tries each of them",
     )
     try:
         AmdSmi.start()

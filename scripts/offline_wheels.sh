@@ -5,7 +5,7 @@
 # all wheels from FOLDER.
 # On the offline machine:
 #   python3 -m pip install --no-index --no-deps --target DIR FOLDER/*.whl
-#   PYTHONPATH=DIR python3 -m bench doctor --gpu-check --out RESULTS
+#   PYTHONPATH=DIR python3 -m bench run --matrix gpu --results RESULTS
 #
 # --native PYTHON   also builds Horovod with NCCL and DeepSpeed's host Adam and disk access with scripts/native.sh (25 minutes on one core).
 #                   PYTHON: interpreter of an environment with the offline machine's versions of Python and torch; nothing is installed into it.

@@ -3,123 +3,47 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from bench.cli.options import Json, OutFolder, Resume
+from bench.cli.options import Json
 from harness.spec.text import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from bench.checks import Trouble
-    from bench.gpu_check.outcomes import StepOutcome
-    from harness.measure.hardware_benchmark import LinkFit
-
-DEFAULT_MINUTES = 10.0
+    from bench.probes import ProbeAnswer
+    from harness.measure.hardware_benchmark import LinkSpeed
 
 MeasureLinks: TypeAlias = Annotated[
     bool,
-    typer.Option("--links", help="Measure latency and bandwidth of messages between two ranks."),
+    typer.Option("--links", help="Measure latency and bandwidth between two ranks."),
 ]
-GpuCheck: TypeAlias = Annotated[
+Probes: TypeAlias = Annotated[
     bool,
     typer.Option(
-        "--gpu-check", help="Check the suite on this host's GPUs in a few minutes (docs/gpu.md)."
-    ),
-]
-Minutes: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        "--minutes",
-        min=0,
-        help="With --gpu-check: minutes that this call may take, by default 10.",
-    ),
-]
-Again: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--again", help="With --resume: repeat this step of the GPU check; may be repeated."
-    ),
-]
-CheckDevice = Literal["cuda", "cpu"]
-CheckedDevice: TypeAlias = Annotated[
-    CheckDevice | None,
-    typer.Option("--device", help="With --gpu-check: use cpu to rehearse the check without a GPU."),
-]
-Steps: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        "--steps",
-        hidden=True,
-        help="With --gpu-check: a plan file to use instead of the built-in one.",
+        "--probes",
+        help="Try what ranks need of this host: a forked process, NVML in it, collectives, access"
+        " between GPUs, rounding and float8 (half a minute).",
     ),
 ]
 
 
-@dataclass(frozen=True)
-class CheckOptions:
-    out: Path
-    resume: bool = False
-    budget_seconds: float = 60 * DEFAULT_MINUTES
-    device: CheckDevice = "cuda"
-    again: tuple[str, ...] = ()
-    plan: Path | None = None
-    json_output: bool = False
-
-
-def doctor(
-    links: MeasureLinks = False,
-    gpu_check: GpuCheck = False,
-    out: OutFolder = None,
-    resume: Resume = False,
-    minutes: Minutes = None,
-    again: Again = None,
-    device: CheckedDevice = None,
-    steps: Steps = None,
-    json_output: Json = False,
-) -> None:
-    """Check this host, or its GPUs.
+def doctor(links: MeasureLinks = False, probes: Probes = False, json_output: Json = False) -> None:
+    """Check this host.
 
     Shows devices, libraries, compiled ops, links, what each strategy lacks here, and what would
-    skew results.
+    skew results. Exits with 1 if a probe fails or links cannot be measured.
 
-    Example: [bold]python -m bench doctor --links[/bold]
+    Example: [bold]python -m bench doctor --probes[/bold]
     """
-    from harness.host.packages import TRAINING, require
-    from harness.spec.errors import UsageError
-
-    if gpu_check and links:
-        raise UsageError("--gpu-check does not measure links: run doctor --links on its own")
-    only_for_gpus = {
-        "--out": out,
-        "--resume": resume or None,
-        "--minutes": minutes,
-        "--again": again or None,
-        "--device": device,
-        "--steps": steps,
-    }
-    given = [name for name, value in only_for_gpus.items() if value is not None]
-    if given and not gpu_check:
-        raise UsageError(f"{', '.join(given)}: add --gpu-check, which these options belong to")
-    require(TRAINING)
-    if gpu_check:
-        folder = out or Path("gpu-check")
-        budget = 60 * (DEFAULT_MINUTES if minutes is None else minutes)
-        repeated, used = tuple(again or ()), device or "cuda"
-        check_gpu(CheckOptions(folder, resume, budget, used, repeated, steps, json_output))
-    else:
-        _check_host(links, json_output)
-
-
-def _check_host(links: bool, json_output: bool) -> None:
     from bench.checks import troubles
     from bench.cli import terminal
-    from harness.measure.hardware_benchmark import METHOD
+    from harness.host.packages import TRAINING, require
 
+    require(TRAINING)
     out = terminal.console(quiet=json_output)
     terminal.say_unused_gpus(out)
     parts = {
@@ -129,21 +53,33 @@ def _check_host(links: bool, json_output: bool) -> None:
         "links": _links(),
         "strategies": _strategies(),
     }
-    found = troubles()
     measured, failed = _measured_links() if links else ([], {})
+    parts["links"] |= {link.backend: _link(link) for link in measured}
+    parts["links"] |= {name: f"could not be measured: {why}" for name, why in failed.items()}
+    answers = _probed() if probes else []
+    found = troubles()
     if json_output:
         document: dict[str, object] = {**parts}
-        if links:
-            document["measured_links"] = [link.as_json() for link in measured]
-            document |= {"links_method": METHOD, "links_failed": failed}
+        if measured:
+            document["measured_links"] = [dataclasses.asdict(link) for link in measured]
+        if answers:
+            document["probes"] = [dataclasses.asdict(probe) for probe in answers]
         document["troubles"] = [dataclasses.asdict(trouble) for trouble in found]
         print(json.dumps(document, indent=2))
     else:
+        if answers:
+            parts["probes"] = {probe.name: f"{probe.state}: {probe.text}" for probe in answers}
         _show_parts(out, parts)
         show_troubles(out, found)
-        _show_links(out, measured, failed)
-    if failed:
+    if failed or any(probe.state == "fails" for probe in answers):
         raise typer.Exit(1)
+
+
+def _probed() -> list[ProbeAnswer]:
+    from bench.probes import probe
+    from harness.host.environment import device_type
+
+    return probe(device_type())
 
 
 def _show_parts(out: Console, parts: dict[str, dict[str, str]]) -> None:
@@ -172,60 +108,32 @@ def show_troubles(out: Console, troubles: Sequence[Trouble]) -> None:
         out.print(f"    fix: {escape(trouble.fix)}")
 
 
-def _measured_links() -> tuple[list[LinkFit], dict[str, str]]:
+def _measured_links() -> tuple[list[LinkSpeed], dict[str, str]]:
     from harness.host.environment import device_type, gpus
-    from harness.measure.hardware_benchmark import RANKS, measure_links
+    from harness.measure.hardware_benchmark import RANKS, measure_link
 
-    fits, failed = [], {}
-    for backend in (
-        ("gloo", "nccl") if device_type() == "cuda" and len(gpus()) >= RANKS else ("gloo",)
-    ):
+    measured, failed = [], {}
+    on_gpus = device_type() == "cuda" and len(gpus()) >= RANKS
+    for backend in ("gloo", "nccl") if on_gpus else ("gloo",):
         try:
-            fits += measure_links(backend)
+            measured.append(measure_link(backend))
         except RuntimeError as error:
             failed[backend] = str(error)
-    return fits, failed
+    return measured, failed
 
 
-def _show_links(out: Console, measured: Sequence[LinkFit], failed: dict[str, str]) -> None:
-    from rich.markup import escape
-
-    for backend in dict.fromkeys(link.backend for link in measured):
-        _show_backend(out, backend, [link for link in measured if link.backend == backend])
-    for backend, reason in failed.items():
-        out.print(f"[red]links over {backend} could not be measured[/red]: {escape(reason)}")
-
-
-def _show_backend(out: Console, backend: str, links: Sequence[LinkFit]) -> None:
-    from bench.cli import terminal
-    from harness.measure.hardware_benchmark import METHOD
-    from reports.text import size
-
-    operations = [link.operation.replace("_", " ") for link in links]
-    title = f"messages over {backend}, microseconds"
-    table = terminal.table(title, "bytes of a message", *operations)
-    for place, message in enumerate(links[0].sizes):
-        table.add_row(size(message), *(f"{link.seconds[place] * 1e6:,.0f}" for link in links))
-    table.add_section()
-    table.add_row("fitted latency", *(f"{link.fit.latency_seconds * 1e6:,.1f}" for link in links))
-    table.add_row(
-        "fitted bandwidth", *(_rate(link.fit.bandwidth_bytes_per_second) for link in links)
+def _link(link: LinkSpeed) -> str:
+    return (
+        f"all-reduce of two ranks: {link.latency_seconds * 1e6:,.0f} microseconds for 4 KiB,"
+        f" {link.bytes_per_second / 1e9:.2f} GB/s for 64 MiB"
     )
-    table.add_row(
-        "largest error of the fit", *(f"{link.fit.largest_deviation * 100:.0f} %" for link in links)
-    )
-    out.print(table)
-    out.print(METHOD)
-
-
-def _rate(bandwidth: float | None) -> str:
-    return "unknown" if bandwidth is None else f"{bandwidth / 1e9:.2f} GB/s"
 
 
 def _devices() -> dict[str, str]:
     from harness.host.amd import rocm_version
     from harness.host.cores import allowed_cores
     from harness.host.environment import cpu_model, device_type, gpus, unused_gpus
+    from harness.host.gpu_inventory import driver, gpu_topology
     from harness.host.memory_limits import available_memory_bytes, memory_bytes
 
     rows = {
@@ -239,6 +147,11 @@ def _devices() -> dict[str, str]:
     }
     for index, (name, memory) in enumerate(gpus()):
         rows[f"GPU {index}"] = f"{name}, {memory / 2**30:.1f} GiB"
+    if version := driver().version:
+        newest = ".".join(map(str, driver().cuda or ())) or "unknown"
+        rows["driver"] = f"{version}, CUDA up to {newest}"
+    if between := {link for row in gpu_topology() for link in row} - {"self"}:
+        rows["between GPUs"] = ", ".join(sorted(between))
     rows["used by cells"] = device_type()
     if version := rocm_version():
         rows["used by cells"] += f" (ROCm, HIP {version}; torch calls it cuda)"
@@ -265,6 +178,8 @@ def _compiled_ops() -> dict[str, str]:
 
     built = torch.distributed
     nccl = "in torch" + (", as RCCL" if rocm_version() else "")
+    if torch.backends.cuda.is_built():
+        nccl += " " + ".".join(map(str, torch.cuda.nccl.version()))
     installed = [cls for cls in strategies().values() if all(map(find_spec, cls.requires))]
     return {
         "gloo": "in torch" if built.is_gloo_available() else "missing: torch was built without it",
@@ -339,70 +254,3 @@ def _strategies() -> dict[str, str]:
                 break
         rows[name] = state
     return rows
-
-
-def check_gpu(options: CheckOptions) -> None:
-    """Runs a GPU check and prints each outcome, or the report as JSON.
-
-    Exits with 1 if a claim was refuted or nothing trained, 130 if stopped. Raises UsageError
-    without a GPU.
-    """
-    from rich.markup import escape
-
-    from bench.cli import terminal
-    from bench.gpu_check.driver import CheckDriver, Timing
-    from bench.gpu_check.out_folder import Folders
-    from bench.gpu_check.steps import HOME, read_plan
-    from harness.host.environment import device_type, unused_gpus
-    from harness.spec.errors import UsageError
-
-    plan = read_plan(options.plan or HOME)
-    names = [step.name for _, step in plan.steps()]
-    if unknown := [name for name in options.again if name not in names]:
-        raise UsageError(
-            f"--again {unknown[0]!r}: there is no such step; the steps are: {', '.join(names)}"
-        )
-    if options.device == "cuda" and device_type() != "cuda":
-        raise UsageError(
-            f"--gpu-check needs a GPU: {unused_gpus() or 'there is no GPU here'}; --device cpu"
-            " rehearses the check without one"
-        )
-    folders = Folders.prepare(options.out)
-    out = terminal.console(quiet=options.json_output)
-    with folders.locked():
-        start = folders.resume if options.resume else folders.start
-        report = start(options.device)
-        if report.stand_in:
-            out.print(f"rehearsal: {report.stand_in}, so this proves nothing about GPUs")
-        driver = CheckDriver(
-            plan,
-            report,
-            folders,
-            Timing(options.budget_seconds),
-            lambda text: out.print(escape(text)),
-            options.again,
-        )
-        driver.run()
-    outcomes = driver.report.outcomes
-    _show_outcomes(out, outcomes)
-    out.print(f"everything is in {escape(str(folders.out))}; continue with --resume")
-    if options.json_output:
-        print(driver.report.to_json())
-    if driver.stopped:
-        raise typer.Exit(130)
-    if driver.at_the_gate or any(o.verdict == "refuted" for o in outcomes):
-        raise typer.Exit(1)
-
-
-def _show_outcomes(out: Console, outcomes: Sequence[StepOutcome]) -> None:
-    from rich.markup import escape
-
-    from bench.gpu_check.outcomes import NO_TIME
-
-    colours = {"confirmed": "green", "refuted": "red", "not checked": "yellow"}
-    for outcome in (outcome for outcome in outcomes if outcome.reason != NO_TIME):
-        colour = colours[outcome.verdict]
-        out.print(f"[{colour}]{outcome.verdict}[/{colour}] {escape(outcome.claim)}")
-        out.print(f"    {escape(outcome.name)}, {outcome.seconds:.0f} s: {escape(outcome.reason)}")
-    if waiting := [outcome.name for outcome in outcomes if outcome.reason == NO_TIME]:
-        out.print(f"no time left for: {', '.join(waiting)}")

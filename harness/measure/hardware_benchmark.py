@@ -7,8 +7,8 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,102 +24,43 @@ if TYPE_CHECKING:
     import torch
 
 
-SIZES = tuple(4**k * 1024 for k in range(1, 9))
 RANKS = 2
-WARMUP = 3
-MOST_MESSAGES, LEAST_MESSAGES, BYTES_PER_SIZE = 50, 7, 2**26
-METHOD = (
-    f"{RANKS} ranks on this host, each on its own core; a message is one rank's contribution;"
-    f" median of 7 to 50 repetitions after {WARMUP} warm-up ones, each timed on its slowest rank;"
-    " point-to-point is half a round trip; latency + bytes / bandwidth, both at least 0, is"
-    " fitted by least squares of the relative error"
-)
+WARMUP, REPEATS = 3, 9
+LATENCY_BYTES, BANDWIDTH_BYTES = 4 * 2**10, 64 * 2**20
+"""Sizes of the messages that show latency and bandwidth."""
 
 
 @dataclass(frozen=True)
-class Fit:
-    latency_seconds: float
-    bandwidth_bytes_per_second: float | None
-    """Fitted bandwidth; None if the time did not grow with size."""
-    largest_deviation: float
-    """Largest |fitted - measured| / measured."""
+class LinkSpeed:
+    """All-reduces between two ranks, each timed on its slower rank; medians."""
 
-    def seconds(self, size: float) -> float:
-        return self.latency_seconds + (
-            size / self.bandwidth_bytes_per_second if self.bandwidth_bytes_per_second else 0.0
-        )
-
-
-def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """Fits latency and 1 / bandwidth, both at least 0, by least relative squares: NNLS (Lawson and
-    Hanson, Solving Least Squares Problems, 1974). `sizes`: bytes; `seconds`: per message."""
-    import numpy as np
-    from scipy.optimize import nnls
-
-    x, t = np.asarray(sizes, float), np.asarray(seconds, float)
-    largest = x.max()  # relative sizes give both columns similar magnitudes
-    (latency, per_largest), _ = nnls(np.stack([1 / t, x / largest / t], axis=1), np.ones(len(t)))
-    bandwidth = float(largest / per_largest) if per_largest > 0 else None
-    line = Fit(float(latency), bandwidth, 0.0)
-    deviations = [
-        abs(line.seconds(size) - measured) / measured
-        for size, measured in zip(sizes, seconds, strict=True)
-    ]
-    return replace(line, largest_deviation=float(max(deviations)))
-
-
-@dataclass(frozen=True)
-class LinkFit:
     backend: str
-    operation: str
-    sizes: tuple[int, ...]
-    seconds: tuple[float, ...]
-    fit: Fit
-
-    def as_json(self) -> dict[str, object]:
-        return {
-            "backend": self.backend,
-            "operation": self.operation,
-            "ranks": RANKS,
-            "latency_seconds": self.fit.latency_seconds,
-            "bandwidth_bytes_per_second": self.fit.bandwidth_bytes_per_second,
-            "largest_deviation": self.fit.largest_deviation,
-            "messages": [
-                {"bytes": size, "seconds": seconds}
-                for size, seconds in zip(self.sizes, self.seconds, strict=True)
-            ],
-        }
+    latency_seconds: float
+    """Seconds of an all-reduce of LATENCY_BYTES."""
+    bytes_per_second: float
+    """BANDWIDTH_BYTES per second of an all-reduce of as many."""
 
 
-def repeats(size: int) -> int:
-    """Returns the repetitions for a message of this many bytes; small ones vary more."""
-    return max(LEAST_MESSAGES, min(MOST_MESSAGES, BYTES_PER_SIZE // size))
-
-
-def measure_links(backend: str, sizes: Sequence[int] = SIZES) -> list[LinkFit]:
-    """Times all operations on `sizes` bytes between two cores (`gloo`) or GPUs 0 and 1 (`nccl`).
-    Raises RuntimeError with a failed rank's reason."""
+def measure_link(backend: str) -> LinkSpeed:
+    """Times messages between two cores (`gloo`) or GPUs 0 and 1 (`nccl`). Raises RuntimeError with
+    a failed rank's reason."""
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
     with scratch_folder() as scratch:
         try:
             with caller_not_imported():
-                spawn(_rank, args=(backend, tuple(sizes), str(scratch)), nprocs=RANKS)
+                spawn(_rank, args=(backend, str(scratch)), nprocs=RANKS)
         except (ProcessExitedException, ProcessRaisedException) as error:
             raise RuntimeError(str(error).strip().splitlines()[-1]) from None
         by_rank = [json.loads((scratch / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    fits = []
-    for operation in by_rank[0]:
-        medians = tuple(
-            statistics.median(slowest([rank[operation][i] for rank in by_rank]))
-            for i in range(len(sizes))
-        )
-        fits.append(LinkFit(backend, operation, tuple(sizes), medians, fit(sizes, medians)))
-    return fits
+    small, large = (
+        statistics.median(slowest([seconds[size] for seconds in by_rank])) for size in range(2)
+    )
+    return LinkSpeed(backend, small, BANDWIDTH_BYTES / large)
 
 
-def _rank(rank: int, backend: str, sizes: Sequence[int], scratch: str) -> None:
-    """Writes each operation's seconds per message at each size to `scratch`."""
+def _rank(rank: int, backend: str, scratch: str) -> None:
+    """Writes the seconds of all-reduces of both sizes to `scratch`."""
     import torch
     import torch.distributed as dist
 
@@ -142,17 +83,23 @@ def _rank(rank: int, backend: str, sizes: Sequence[int], scratch: str) -> None:
         world_size=RANKS,
         timeout=timedelta(seconds=60),
     )
-    synchronize = (
-        (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
-    )
-    times: dict[str, list[list[float]]] = {}
-    for size in sizes:
-        for name, (run, messages) in _operations(rank, size, device).items():
-            repetitions = timed(run, repeats(size), synchronize)
-            times.setdefault(name, []).append([seconds / messages for seconds in repetitions])
-    (Path(scratch) / f"{rank}.json").write_text(json.dumps(times))
+    seconds = [all_reduce_seconds(rank, size, device) for size in (LATENCY_BYTES, BANDWIDTH_BYTES)]
+    (Path(scratch) / f"{rank}.json").write_text(json.dumps(seconds))
     dist.barrier()
     os._exit(0)
+
+
+def all_reduce_seconds(rank: int, size: int, device: torch.device) -> list[float]:
+    """Times all-reduces of `size` bytes. Raises RuntimeError if the sum is wrong."""
+    import torch
+    import torch.distributed as dist
+
+    message = torch.full((size // 4,), float(rank + 1), device=device)
+    dist.all_reduce(message)
+    if not (message == 3).all():
+        raise RuntimeError(f"rank {rank} received wrong numbers in messages of {size} bytes")
+    message.zero_()  # repeated sums would overflow
+    return timed(lambda: dist.all_reduce(message), REPEATS, lambda: _synchronize(device))
 
 
 def timed(
@@ -170,44 +117,6 @@ def timed(
         synchronize()
         repetitions.append(now() - begin)
     return repetitions[WARMUP:]
-
-
-def _operations(
-    rank: int, size: int, device: torch.device
-) -> dict[str, tuple[Callable[[], object], int]]:
-    """Returns operations on `size` bytes, with their sequential messages. Raises RuntimeError if a
-    result is wrong."""
-    import torch
-    import torch.distributed as dist
-
-    own = torch.full((size // 4,), float(rank + 1), device=device)
-    work, other = own.clone(), torch.empty_like(own)
-    gathered = [torch.empty_like(own) for _ in range(RANKS)]
-
-    def there_and_back() -> None:
-        if rank == 0:
-            dist.send(own, 1)
-            dist.recv(other, 1)
-        else:
-            dist.recv(other, 0)
-            dist.send(own, 0)
-
-    dist.all_reduce(work)
-    dist.all_gather(gathered, own)
-    there_and_back()
-    is_right = (
-        (work == 3).all()
-        and all((part == place + 1).all() for place, part in enumerate(gathered))
-        and (other == 2 - rank).all()
-    )
-    if not is_right:
-        raise RuntimeError(f"rank {rank} received wrong numbers in messages of {size} bytes")
-    work.zero_()  # repeated sums would overflow
-    return {
-        "all_reduce": (lambda: dist.all_reduce(work), 1),
-        "all_gather": (lambda: dist.all_gather(gathered, own), 1),
-        "point_to_point": (there_and_back, 2),
-    }
 
 
 MEMORY_SHARE = 1 / 8

@@ -59,7 +59,7 @@ def test_a_measurement_between_gpus_listens_on_loopback_alone(
 
     def measure() -> None:
         with contextlib.suppress(AttributeError, AssertionError, RuntimeError):  # needs a GPU
-            _rank(0, "nccl", (4096,), str(tmp_path))
+            _rank(0, "nccl", str(tmp_path))
 
     assert _variables_after(measure, tmp_path) == {"NCCL_SOCKET_IFNAME": "=lo"}
 

@@ -111,7 +111,6 @@ def test_each_missing_requirement_is_named(module: str) -> None:
         ["run", "--matrix", "smoke"],
         ["predict"],
         ["doctor"],
-        ["doctor", "--gpu-check"],
         ["validate", "--results", str(REFERENCE)],
     ],
     ids=lambda words: words[0],

@@ -1,0 +1,97 @@
+"""The probes of `bench doctor`, with the CPU as a stand-in, and the matrix `gpu`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import probes
+from bench.cli import app
+from bench.expand import expand
+from bench.host import Host
+from bench.matrix import read_matrix
+from bench.probes import PROBES, ProbeAnswer, answer, probe
+
+
+def test_each_probe_answers_in_a_process_of_its_own() -> None:
+    answers = {found.name: found for found in probe("cpu")}
+    assert list(answers) == list(PROBES)
+    states = {name: found.state for name, found in answers.items()}
+    assert {states[name] for name in ("forked rank", "collectives", "rounding")} == {"works"}
+    assert states["peer access"] == states["float8"] == "does not apply"
+
+
+def test_an_import_that_initialises_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = iter((False, True))
+    monkeypatch.setattr("harness.host.cuda.cuda_is_initialized", lambda: next(asked))
+    monkeypatch.setattr("harness.host.cuda.to_preload", lambda names, with_gpus: ["json"])
+    assert answer("forked rank", "cpu").text == "importing json initialises CUDA"
+
+
+def test_lowered_precision_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16's products are off by 2e-3, more than TF32's."""
+    monkeypatch.setattr(
+        probes, "_error", lambda value, exact: float((value.bfloat16().double() - exact).norm())
+    )
+    found = answer("rounding", "cpu")
+    assert found.state == "fails"
+    assert "NVIDIA_TF32_OVERRIDE" in found.text
+
+
+def test_gpus_without_access_to_each_other_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a > b)
+    found = answer("peer access", "cuda")
+    assert (found.state, found.text[-6:]) == ("works", "0 to 1")
+
+
+@pytest.mark.parametrize("ending", ["os._exit(7)", "time.sleep(60)"])
+def test_a_process_that_dies_or_hangs_names_the_probe(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = json.dumps({"name": "forked rank", "state": "works", "text": "fine"})
+    program = tmp_path / "program.py"
+    program.write_text(f"import os, time\nprint({line!r}, flush=True)\n{ending}\n")
+    run = subprocess.run
+    monkeypatch.setattr(
+        subprocess, "run", lambda _, **options: run([sys.executable, str(program)], **options)
+    )
+    first, last = probe("cpu", limit=3)
+    assert (first.state, last.name, last.state) == ("works", "collectives", "fails")
+    assert last.text == (
+        "the process ended with exit code 7" if "exit" in ending else "no answer within 3 s"
+    )
+
+
+@pytest.mark.parametrize(("state", "code"), [("works", 0), ("does not apply", 0), ("fails", 1)])
+def test_doctor_shows_them(
+    state: probes.ProbeState,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = ProbeAnswer("rounding", state, "as it is")
+    monkeypatch.setattr("bench.probes.probe", lambda device: [found])
+    monkeypatch.setattr("bench.checks.troubles", list)
+    monkeypatch.setattr(sys.modules["bench.cli.doctor"], "_strategies", dict)
+    exits = [app(["doctor", "--probes", "--json"], standalone_mode=False)]
+    assert exits == [code or None]
+    assert json.loads(capsys.readouterr().out)["probes"] == [vars(found)]
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 8])
+def test_the_matrix_gpu_begins_with_what_all_cells_need(number: int) -> None:
+    host = Host("cuda", number, int(79.6 * 2**30), name="NVIDIA H100 80GB HBM3", elsewhere=True)
+    found = expand(read_matrix("gpu"), host, name="gpu")
+    assert found.left_out == ()
+    assert {cell.precision for cell in found.cells[:2]} == {"fp32", "bf16"}
+    order = list(dict.fromkeys(cell.strategy for cell in found.cells))
+    assert order[:5] == ["single", "ddp", "fsdp2", "tensor", "pipeline"]
+    assert {cell.devices for cell in found.cells} <= {1, number}
+    paths = {cell.label.split(" ")[0] for cell in found.cells}
+    assert {"fsdp1(cpu_offload=true)", "fairscale_fsdp", "horovod", "context_parallel"} <= paths
