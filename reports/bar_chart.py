@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reports.charts import BEST, GRID, INK, PAPER, REST, SERIES, WARN, WIDTH, canvas
 from reports.text import plain, shortened_apart
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Item = TypeVar("Item")
 MOST_ROWS = 60
 LABEL = 52
 """Characters that fit a chart's width."""
@@ -212,6 +213,24 @@ def around(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     margin = (high - low) * 0.1 or high * 0.1 or 1.0
     return low - margin, high + margin
+
+
+def bars_of(
+    name: str,
+    title: str,
+    axis: str,
+    items: Sequence[Item],
+    bar: Callable[[Item], Bar],
+    summary: str,
+    notes: Sequence[str] = (),
+    most: int = MOST_ROWS,
+    **more: Any,
+) -> Bars:
+    """Charts the first `most` items. The summary goes on with the first bars, the notes with how
+    many are left out. `more`: other fields of `Bars`."""
+    bars = tuple(map(bar, items[:most]))
+    notes = (*notes, *omitted(len(items), most))
+    return Bars(name, title, axis, bars, f"{summary}: {first_few(bars, 5)}", notes, **more)
 
 
 def first_few(bars: Sequence[Bar], most: int, unit: str = "") -> str:

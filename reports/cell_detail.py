@@ -16,8 +16,8 @@ from reports.export_records import for_json, record_of
 from reports.groups import RankedCell, RankedGroup
 from reports.memory_sections import KINDS
 from reports.names import Flag, flags
+from reports.run_facts import StepProfile
 from reports.run_report import ran
-from reports.time_sections import StepProfile
 
 if TYPE_CHECKING:
     import pandas as pd

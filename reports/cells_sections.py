@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.setting import System, grouped
@@ -23,7 +22,7 @@ from reports.columns import (
     throughput_column,
     word,
 )
-from reports.groups import Group, RankedCell, RankedGroup, fairly_timed
+from reports.groups import RankedCell, RankedGroup, fairly_timed
 from reports.names import STATUS, cell_name, disturbance_legend, flags
 from reports.run_report import NOT_REACHED, RunReport
 from reports.speed_sections import batch_column
@@ -179,90 +178,52 @@ def parity_td(cell: CellResult) -> ui.Td:
     return ui.Td(data(verdict), kinds.get(verdict, "word"), tip=cell.parity.reason or "")
 
 
-@dataclass(frozen=True)
-class Reason:
-    what: str
-    reason: str
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Missing:
-    system: str
-    launched: int
-    total: int
-    kind: str
-    """`absent`: impossible on this host; `none`: nothing ran for another reason; `part`: some
-    ran."""
-    reasons: tuple[Reason, ...]
-
-
-@dataclass(frozen=True)
-class Best:
-    row: RankedCell
-    value: str
-    setting: str
-
-
-@dataclass(frozen=True)
-class SystemOverview:
-    name: str
-    ok: int
-    total: int
-    best: Best | None
-    parity: str
-    kind: str
-    """good, part, bad or absent."""
-    status: str
-    details: tuple[str, ...] = ()
-
-
-def not_run(systems_: Iterable[System]) -> list[Missing]:
-    kinds = ("absent", "none", "part")
-    missing = [row for system in systems_ if (row := _missing(system))]
-    return sorted(missing, key=lambda system: kinds.index(system.kind))
-
-
-def _missing(system: System) -> Missing | None:
+def left_out(system: System) -> dict[tuple[str, str], list[str]]:
+    """Returns names of the cells that were not launched, by status and reason."""
     names: dict[tuple[str, str], list[str]] = {}
     for cell in system.cells:
         if cell.status in _LEFT_OUT:
             names.setdefault((WORDS[cell.status], cell.reason), []).append(cell.cell.name)
-    if not names:
-        return None
-    launched = len(system.cells) - system.count(*_LEFT_OUT)
-    kind = "absent" if system.absent else "part" if launched else "none"
-    reasons = tuple(Reason(what, why, tuple(cells)) for (what, why), cells in names.items())
-    return Missing(system.name, launched, len(system.cells), kind, reasons)
+    return names
 
 
-def overview(
-    systems_: Sequence[System], groups: Sequence[RankedGroup], leading: RankedGroup | None
-) -> list[SystemOverview]:
-    if all(not cell.cell.system for system in systems_ for cell in system.cells):
-        return []
-    return [_system_line(system, groups, leading) for system in systems_]
+def not_run(systems_: Iterable[System]) -> dict[str, list[System]]:
+    """Returns systems with cells that were not launched, by kind.
+
+    The kinds are `absent` (impossible on this host), `none` (nothing ran for another reason) and
+    `part` (some cells ran).
+    """
+    found: dict[str, list[System]] = {"absent": [], "none": [], "part": []}
+    for system in systems_:
+        if left_out(system):
+            launched = len(system.cells) - system.count(*_LEFT_OUT)
+            found["absent" if system.absent else "part" if launched else "none"].append(system)
+    return found
 
 
-def _system_line(
-    system: System, groups: Sequence[RankedGroup], leading: RankedGroup | None
-) -> SystemOverview:
-    total = len(system.cells)
+def _named_systems(report: RunReport) -> list[System]:
+    """Returns the run's systems; empty if its matrix names none."""
+    unnamed = all(not cell.cell.system for system in report.systems for cell in system.cells)
+    return [] if unnamed else report.systems
+
+
+def system_status(system: System) -> tuple[str, str, list[str]]:
+    """Returns the kind of chip (good, part, bad or absent), its text, and what did not run."""
     not_ok = [cell for cell in system.cells if cell.status != "ok" and not cell.expected]
-    ok = total - len(not_ok)
     broken = len(not_ok) - system.count(*_LEFT_OUT, "interrupted")
     counts = Counter(WORDS[cell.status] for cell in not_ok)
+    details = [f"{count} {what}" for what, count in counts.items()]
     if system.absent:
-        kind, status = "absent", "not on this host"
-    elif broken:
-        kind, status = "bad", "something failed"
-    elif not not_ok:
-        kind, status = "good", "all ran"
-    else:
-        kind, status = "part", "ran in part" if ok else "did not run"
-    details = tuple(f"{count} {what}" for what, count in counts.items())
-    best, parity = _best_of(system, groups, leading), _system_parity(system)
-    return SystemOverview(system.name, ok, total, best, parity, kind, status, details)
+        return "absent", "not on this host", details
+    if broken:
+        return "bad", "something failed", details
+    if not not_ok:
+        return "good", "all ran", details
+    return "part", "ran in part" if _succeeded(system) else "did not run", details
+
+
+def _succeeded(system: System) -> int:
+    return sum(cell.status == "ok" or cell.expected for cell in system.cells)
 
 
 def _system_parity(system: System) -> str:
@@ -272,31 +233,22 @@ def _system_parity(system: System) -> str:
     return ", ".join(f"{seen[word]} {word}" for word in _PARITY if seen[word])
 
 
-def _best_of(
-    system: System, groups: Sequence[RankedGroup], leading: RankedGroup | None
-) -> Best | None:
+def best_of(system: System, report: RunReport) -> tuple[RankedGroup, RankedCell] | None:
+    """Returns the system's fastest fairly timed cell, of the leading group if it has one there."""
     own = {cell.cell_id for cell in system.cells}
-    for group in ([leading] if leading else []) + list(groups):
-        cells = tuple(cell for cell in group.rows if cell.cell_id in own)
-        if not cells:
-            continue
-        best = fairly_timed(Group(cells))[0]
-        rate = group.rate(best)
-        half = rate.half_width
-        interval = "" if half is None else f" ± {number(half, 2)}"
-        value = f"{number(rate.value)}{interval} {group.unit}"
-        return Best(best, value, "" if group is leading else group.full_title)
+    for group in ([report.leading] if report.leading else []) + list(report.groups):
+        if cells := [cell for cell in group.rows if cell.cell_id in own]:
+            return group, fairly_timed(cells)[0]
     return None
 
 
 def systems_blocks(report: RunReport) -> ui.Blocks:
-    lines = overview(report.systems, report.groups, report.leading)
-    if not lines:
+    systems_ = _named_systems(report)
+    if not systems_:
         return []
-    absent = [missing.system for missing in not_run(report.systems) if missing.kind == "absent"]
     blocks: ui.Blocks = []
-    if absent:
-        names = joined([data(name) for name in absent])
+    if absent := not_run(systems_)["absent"]:
+        names = joined([data(system.name) for system in absent])
         blocks.append(ui.Paragraph(prose("not on this host", names=names), "caution"))
     columns = ui.heads(
         "Status: word",
@@ -305,52 +257,45 @@ def systems_blocks(report: RunReport) -> ui.Blocks:
         "Over baseline (95 % interval)",
         "Parity: prose",
     )
-    rows = [_system_row(line) for line in lines]
+    rows = [_system_row(system, report) for system in systems_]
     label = "Systems of this run"
     table = ui.Table("", label, "System", columns, rows, "verdicts systems")
     return [*blocks, table, ui.Paragraph(prose("systems"), "small")]
 
 
-def _system_row(line: SystemOverview) -> ui.Row:
-    status: list[ui.Inline] = [ui.Span(line.status, f"chip {line.kind}")]
-    if line.kind != "good" and line.details:
-        status += [BREAK, small(", ".join(line.details))]
-    best: list[ui.Inline] = [DASH]
-    if line.best:
-        best = [*cell_name(line.best.row), BREAK, line.best.value]
-        best += [BREAK, data(line.best.setting, "small")] if line.best.setting else []
+def systems_line(report: RunReport) -> str:
+    systems_ = _named_systems(report)
+    absent = sum(system.absent for system in systems_)
+    missing = f"; {absent} not on this host" if absent else ""
+    ran = sum(_succeeded(system) > 0 for system in systems_)
+    return f"{ran} of {plural(len(systems_), 'system')} ran{missing}"
+
+
+def _system_row(system: System, report: RunReport) -> ui.Row:
+    kind, text, details = system_status(system)
+    status: list[ui.Inline] = [ui.Span(text, f"chip {kind}")]
+    if kind != "good" and details:
+        status += [BREAK, small(", ".join(details))]
+    words: list[ui.Inline] = [DASH]
+    gain = ui.Td(DASH)
+    if best := best_of(system, report):
+        group, cell = best
+        rate = group.rate(cell)
+        half = "" if rate.half_width is None else f" ± {number(rate.half_width, 2)}"
+        words = [*cell_name(cell), BREAK, f"{number(rate.value)}{half} {group.unit}"]
+        if group is not report.leading:
+            words += [BREAK, data(group.full_title, "small")]
+        gain = over_baseline(cell)
     return ui.Row(
-        data(line.name),
+        data(system.name),
         [
             ui.Td(status, "word"),
-            ui.Td(f"{line.ok} / {line.total}"),
-            ui.Td(best, "prose"),
-            over_baseline(line.best.row) if line.best else ui.Td(DASH),
-            ui.Td(line.parity or DASH, "prose"),
+            ui.Td(f"{_succeeded(system)} / {len(system.cells)}"),
+            ui.Td(words, "prose"),
+            gain,
+            ui.Td(_system_parity(system) or DASH, "prose"),
         ],
     )
-
-
-@dataclass(frozen=True)
-class Failure:
-    row: CellResult
-    what: str
-    trials: str
-    log: str
-    stacks: str
-
-
-def failures(cells: Iterable[CellResult], trials: Sequence[TrialRecord]) -> list[Failure]:
-    found = [_failure(cell, trials) for cell in cells if cell.status in NO_RESULT]
-    return sorted(found, key=lambda f: (f.row.expected, NO_RESULT.index(f.row.status)))
-
-
-def _failure(cell: CellResult, trials: Sequence[TrialRecord]) -> Failure:
-    own = [trial for trial in trials if trial.cell_id == cell.cell_id]
-    bad = [trial for trial in own if trial.status == cell.status]
-    last = max(bad, key=lambda trial: (trial.trial, trial.attempt))
-    count = f"{len(bad)} of {plural(len(own), 'trial')}"
-    return Failure(cell, STATUS[cell.status], count, last.log_tail, last.stacks)
 
 
 _KINDS = (
@@ -365,40 +310,51 @@ _KINDS = (
 
 
 def failures_blocks(report: RunReport) -> ui.Blocks:
-    found = failures(report.cells, report.trials)
-    alike = grouped(found, lambda one: (one.what, one.row.expected, one.row.reason))
-    blocks = list(map(_failure_box, alike.values()))
+    def order(cell: CellResult) -> tuple[bool, int]:
+        return cell.expected, NO_RESULT.index(cell.status)
+
+    failed = sorted((c for c in report.cells if c.status in NO_RESULT), key=order)
+    alike = grouped(failed, lambda cell: (cell.status, cell.expected, cell.reason))
+    blocks = [_failure_box(cells, report.trials) for cells in alike.values()]
     missing = not_run(report.systems)
     for kind, title, text in _KINDS:
-        boxes = [_missing_box(system) for system in missing if system.kind == kind]
+        boxes = [_missing_box(system, kind) for system in missing[kind]]
         blocks.append(ui.Part(title, [ui.Box("missing", boxes)], text))
     return blocks
 
 
-def _failure_box(alike: Sequence[Failure]) -> ui.Block:
-    failure, *others = alike
-    row = failure.row
-    what = f"{failure.what}{', as expected' if row.expected else ''}"
-    chip = ui.Span(what, f"strong chip{'' if row.expected else ' bad'}")
-    reason = row.reason or "no reason was recorded"
+def _failure_box(alike: Sequence[CellResult], trials: Sequence[TrialRecord]) -> ui.Block:
+    cell, *others = alike
+    own = [trial for trial in trials if trial.cell_id == cell.cell_id]
+    bad = [trial for trial in own if trial.status == cell.status]
+    last = max(bad, key=lambda trial: (trial.trial, trial.attempt))
+    what = f"{STATUS[cell.status]}{', as expected' if cell.expected else ''}"
+    chip = ui.Span(what, f"strong chip{'' if cell.expected else ' bad'}")
+    reason = cell.reason or "no reason was recorded"
+    count = small(f"({len(bad)} of {plural(len(own), 'trial')})")
     blocks: ui.Blocks = [
-        ui.Heading([chip, " ", data(row.cell.name)]),
-        ui.Paragraph([data(reason), " ", small(f"({failure.trials})")]),
+        ui.Heading([chip, " ", data(cell.cell.name)]),
+        ui.Paragraph([data(reason), " ", count]),
     ]
-    names = [data(other.row.cell.name) for other in others]
+    names = [data(other.cell.name) for other in others]
     same = ui.Details(f"{plural(len(others), 'other cell')} with this reason", [ui.Bullets(names)])
-    logs = (("End of the log", failure.log), ("Stacks of the ranks", failure.stacks))
+    logs = (("End of the log", last.log_tail), ("Stacks of the ranks", last.stacks))
     folded = [ui.Details(title, [ui.Pre(text)]) for title, text in logs if text]
     return ui.Box("failure", [*blocks, same, ui.Only("page", folded)])
 
 
-def _missing_box(missing: Missing) -> ui.Block:
-    count = str(missing.launched or "none")
-    ran = f"{count} of {missing.total} cell{'' if missing.total == 1 else 's'} ran"
-    chip = ui.Span(ran, f"chip{' bad' if missing.kind == 'absent' else ''}")
-    blocks: ui.Blocks = [ui.Heading([data(missing.system), " ", chip], 4)]
-    for reason in missing.reasons:
-        names = joined([data(name, "small") for name in reason.names], "; ")
-        words = [strong(f"{reason.what}:"), " ", data(reason.reason), BREAK, *names]
-        blocks.append(ui.Paragraph(words))
-    return ui.Box(missing.kind, blocks)
+def _missing_box(system: System, kind: str) -> ui.Block:
+    launched = len(system.cells) - system.count(*_LEFT_OUT)
+    ran = f"{launched or 'none'} of {plural(len(system.cells), 'cell')} ran"
+    chip = ui.Span(ran, f"chip{' bad' if kind == 'absent' else ''}")
+    blocks: ui.Blocks = [ui.Heading([data(system.name), " ", chip], 4)]
+    for (what, reason), cells in left_out(system).items():
+        names = joined([data(name, "small") for name in cells], "; ")
+        blocks.append(ui.Paragraph([strong(f"{what}:"), " ", data(reason), BREAK, *names]))
+    return ui.Box(kind, blocks)
+
+
+def cells_line(report: RunReport) -> str:
+    return (
+        f"{plural(len(report.cells), 'cell')} to sort, filter and compare; {report.ranked} ranked"
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.effects import Effect, Effects, effects_of
@@ -13,8 +12,9 @@ from harness.analysis.ranking import compare
 from harness.analysis.setting import setting
 from harness.analysis.stats import CONFIDENCE, Comparison
 from harness.spec.cell import TECHNIQUES
+from harness.spec.text import plural
 from reports import blocks as ui
-from reports.bar_chart import MOST_ROWS, Bar, Bars, first_few, omitted
+from reports.bar_chart import Bar, Bars, bars_of
 from reports.blocks import data, phrase, prose
 from reports.columns import (
     ReportColumn,
@@ -27,8 +27,10 @@ from reports.columns import (
     words,
 )
 from reports.groups import Group, RankedCell, RankedGroup, by_setting, ranking
-from reports.memory_sections import MOST_CHARTS, state_stacks
+from reports.memory_sections import state_stacks
 from reports.names import cell_name, marks, named, workload_name
+from reports.run_report import RunReport
+from reports.sections import MOST_CHARTS
 from reports.speed_sections import throughput_bars
 from reports.text import DASH, deviation, exact, number, percent, plain, scaled
 
@@ -94,45 +96,31 @@ def _against(cell: CellResult, base: CellResult) -> str:
     return f"{words} of {named(base)} in {base.cell.precision}"
 
 
-def effect_bars(effects: Effects, name: str) -> Bars:
-    bars = [
-        Bar(
-            effect.value,
-            effect.together.ratio,
-            times(effect.together.ratio),
-            effect.together.low,
-            effect.together.high,
-            strong=effect.together.low is not None and effect.together.low > 1,
-            target=1.0,
-        )
-        for effect in effects.effects[:MOST_ROWS]
-    ]
-    return _effect_bars(
-        name, "Throughput", "throughput with it over without, 95 % interval", bars, effects
-    )
+def effect_bars(effects: Effects, name: str) -> list[Bars]:
+    """Charts throughput and peak memory with each option over without it, on average."""
 
+    def speed(effect: Effect) -> Bar:
+        ratio, low, high = effect.together.ratio, effect.together.low, effect.together.high
+        better = low is not None and low > 1
+        return Bar(effect.value, ratio, times(ratio), low, high, better, target=1.0)
 
-def effect_memory_bars(effects: Effects, name: str) -> Bars:
-    def size(effect: Effect) -> float:
+    def memory(effect: Effect) -> float:
         return effect.together_memory or 0.0
 
-    known = sorted((e for e in effects.effects if e.together_memory is not None), key=size)
-    bars = [
-        Bar(e.value, size(e), times(size(e)), strong=size(e) < 1, target=1.0)
-        for e in known[:MOST_ROWS]
-    ]
-    return _effect_bars(name, "Peak memory", "peak memory with it over without", bars, effects)
+    def bar(effect: Effect) -> Bar:
+        size = memory(effect)
+        return Bar(effect.value, size, times(size), strong=size < 1, target=1.0)
 
-
-def _effect_bars(name: str, what: str, axis: str, bars: Sequence[Bar], effects: Effects) -> Bars:
-    return Bars(
-        name,
-        what,
-        axis,
-        tuple(bars),
-        f"{axis}: " + first_few(bars, 8),
-        omitted(len(effects.effects)),
+    measured = [effect for effect in effects.effects if effect.together_memory is not None]
+    measured.sort(key=memory)
+    axes = (
+        "throughput with it over without, 95 % interval",
+        "peak memory with it over without",
     )
+    return [
+        bars_of(f"effects-{name}", "Throughput", axes[0], effects.effects, speed, axes[0]),
+        bars_of(f"effects-memory-{name}", "Peak memory", axes[1], measured, bar, axes[1]),
+    ]
 
 
 def effects_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
@@ -149,10 +137,7 @@ def _crossed(effects: Effects) -> bool:
 
 def _effects_part(effects: Effects, place: int) -> ui.Part:
     title, base = title_of(effects), effects.baseline
-    bars = (
-        effect_bars(effects, f"effects-{place}"),
-        effect_memory_bars(effects, f"effects-memory-{place}"),
-    )
+    bars = effect_bars(effects, str(place))
     rows = [
         ui.Row(data(effect.value), list(map(ui.Td, texts)))
         for effect, texts in zip(effects.effects, rows_of(effects), strict=True)
@@ -165,35 +150,33 @@ def _effects_part(effects: Effects, place: int) -> ui.Part:
     return ui.Part(data(title), [ui.Charts(list(map(ui.Chart, bars))), table], about)
 
 
-@dataclass(frozen=True)
-class Launchers:
-    title: str
-    cells: tuple[CellResult, ...]
-    bars: Bars
-    table: ui.Table
-
-
-def launchers(cells: Sequence[CellResult]) -> list[Launchers]:
+def launchers(cells: Sequence[CellResult]) -> list[tuple[str, RankedGroup]]:
+    """Returns settings that differ only in the wrapper around DDP, with titles."""
     wrapping = [cell for cell in cells if cell.ranked and cell.placement.wraps_ddp is not None]
     groups = by_setting(wrapping, *TECHNIQUES, "regime")
     several = [ranking(group.rows) for group in groups if len(group.rows) > 1]
-    return [_launchers(group, f"wrappers-{i}") for i, group in enumerate(several)]
+    return [(_launchers_title(group), group) for group in several]
 
 
-def _launchers(group: RankedGroup, name: str) -> Launchers:
+def _launchers_title(group: RankedGroup) -> str:
+    cell = group.rows[0].cell
+    techniques = [f" · {name}={getattr(cell, name)}" for name in TECHNIQUES if cell.is_set(name)]
+    return group.full_title + "".join(techniques)
+
+
+def launcher_bars(title: str, group: RankedGroup, name: str) -> Bars:
     libraries = Counter(cell.placement.wraps_ddp for cell in group.rows)
     labels = {
         cell.cell_id: f"{cell.placement.wraps_ddp}"
         + (f": {cell.cell.label}" if libraries[cell.placement.wraps_ddp] > 1 else "")
         for cell in group.rows
     }
-    cell = group.rows[0].cell
-    techniques = [f" · {name}={getattr(cell, name)}" for name in TECHNIQUES if cell.is_set(name)]
-    title = group.full_title + "".join(techniques)
-    bars = dataclasses.replace(throughput_bars(group, name, labels), title=title)
+    return dataclasses.replace(throughput_bars(group, name, labels), title=title)
+
+
+def launcher_table(title: str, group: RankedGroup, name: str) -> ui.Table:
     label = f"What each wrapper costs, {title}"
-    table = cell_table(f"{name}-table", label, group.rows, _launcher_columns(group), "Cell")
-    return Launchers(title, group.rows, bars, table)
+    return cell_table(name, label, group.rows, _launcher_columns(group), "Cell")
 
 
 def _launcher_columns(group: RankedGroup) -> list[ReportColumn[CellResult]]:
@@ -231,22 +214,28 @@ def step_seconds(cell: CellResult) -> float:
     return cell.cell.global_batch / (cell.speed.samples_per_second or 1.0)
 
 
-def launchers_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
-    found = launchers(cells)[:MOST_CHARTS]
-    charts = ui.Charts([ui.Chart(one.bars) for one in found], prose("wrappers"))
-    return [charts, *(ui.Part(data(one.title), [one.table]) for one in found)]
+def launchers_blocks(report: RunReport) -> ui.Blocks:
+    found = list(enumerate(launchers(report.cells)[:MOST_CHARTS]))
+    charts = [ui.Chart(launcher_bars(*one, f"wrappers-{i}")) for i, one in found]
+    tables = [
+        ui.Part(data(one[0]), [launcher_table(*one, f"wrappers-{i}-table")]) for i, one in found
+    ]
+    return [ui.Charts(charts, prose("wrappers")), *tables]
 
 
-@dataclass(frozen=True)
-class Variants:
-    title: str
-    cells: tuple[CellResult, ...]
-    bars: Bars | None
-    table: ui.Table
+def launchers_line(report: RunReport) -> str:
+    cells = max((group.rows for _, group in launchers(report.cells)), key=len)
+    most = step_seconds(cells[-1]) / step_seconds(cells[0])
+    line = f"of {len(cells)} wrappers of DDP, the slowest takes {number(most)} times the"
+    return report.unless_most(cells, f"{line} fastest's step")
 
 
-def variants(cells: Sequence[CellResult]) -> list[Variants]:
-    """Returns variants (`base+suffix`) by strategy and setting, most first."""
+def variants(cells: Sequence[CellResult]) -> list[list[CellResult]]:
+    """Returns models and their variants (`base+suffix`) by strategy and setting, most first."""
+
+    def order(cell: CellResult) -> tuple[bool, int, str]:
+        return _is_variant(cell), -(cell.work.trained_parameters or 0), cell.cell.workload_name
+
     by_model: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         if cell.status == "ok":
@@ -257,9 +246,8 @@ def variants(cells: Sequence[CellResult]) -> list[Variants]:
                 *setting(cell.cell, without=["workload"]),
             )
             by_model.setdefault(key, []).append(cell)
-    kept = [rows for rows in by_model.values() if any(map(_is_variant, rows))]
-    kept.sort(key=lambda rows: -len(rows))
-    return [_variants(rows, f"variants-{index}") for index, rows in enumerate(kept)]
+    varied = [rows for rows in by_model.values() if any(map(_is_variant, rows))]
+    return [sorted(rows, key=order) for rows in sorted(varied, key=lambda rows: -len(rows))]
 
 
 def _model(cell: CellResult) -> str:
@@ -270,29 +258,33 @@ def _is_variant(cell: CellResult) -> bool:
     return "+" in cell.cell.workload_name
 
 
-def _variants(cells: Sequence[CellResult], name: str) -> Variants:
-    def order(cell: CellResult) -> tuple[bool, int, str]:
-        return _is_variant(cell), -(cell.work.trained_parameters or 0), cell.cell.workload_name
+def variants_title(rows: Sequence[CellResult]) -> str:
+    return f"{_model(rows[0])} · {rows[0].cell.label} · {Group(tuple(rows)).title}"
 
-    rows = sorted(cells, key=order)
-    title = f"{_model(rows[0])} · {rows[0].cell.label} · {Group(tuple(rows)).title}"
-    kept, label = "fullest rank, between steps", f"Variants of a model, {title}"
+
+def variants_table(rows: Sequence[CellResult], name: str) -> ui.Table:
+    fullest = "fullest rank, between steps"
     distance = "largest loss deviation from the same training in fp32"
     columns = [
         figure("Trained", "trained_parameters", plain, "parameters"),
         ReportColumn("Of all", _share),
-        mebibytes("Parameters", "parameter_bytes", kept),
-        mebibytes("Optimizer", "optimizer_bytes", kept),
-        mebibytes("Library", "library_bytes", kept),
+        mebibytes("Parameters", "parameter_bytes", fullest),
+        mebibytes("Optimizer", "optimizer_bytes", fullest),
+        mebibytes("Library", "library_bytes", fullest),
         ReportColumn("Sent", _sent, "MiB per step", "by the rank that sends most"),
         mebibytes("Peak memory", "peak_memory_bytes", "fullest device"),
         throughput_column(rows),
         figure("Distance to fp32", "fp32_loss_deviation", deviation, "relative", distance),
     ]
-    table = cell_table(f"{name}-table", label, rows, columns, "Workload", workload_name)
-    known = [cell for cell in rows if cell.states.state_bytes is not None]
-    drawn = state_stacks(known, name, title, _label) if len(known) > 1 else None
-    return Variants(title, tuple(rows), drawn, table)
+    label = f"Variants of a model, {variants_title(rows)}"
+    return cell_table(name, label, rows, columns, "Workload", workload_name)
+
+
+def variants_bars(rows: Sequence[CellResult], name: str) -> Bars | None:
+    measured = [cell for cell in rows if cell.states.state_bytes is not None]
+    if len(measured) < 2:
+        return None
+    return state_stacks(measured, name, variants_title(rows), _label)
 
 
 def _label(cell: CellResult) -> str:
@@ -319,9 +311,20 @@ def _sent(cell: CellResult) -> ui.Td:
     return mebibytes("", "sent_bytes_per_step").make(cell)
 
 
-def variants_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
-    found = variants(cells)[:MOST_CHARTS]
-    charts = ui.Charts([ui.Chart(one.bars) for one in found if one.bars], prose("legend states"))
-    tables = [ui.Part(data(one.title), [one.table]) for one in found]
-    kept = ui.Part("What the fullest rank keeps between steps", [charts])
-    return [ui.Part("", tables, prose("variants")), kept]
+def variants_blocks(report: RunReport) -> ui.Blocks:
+    found = list(enumerate(variants(report.cells)[:MOST_CHARTS]))
+    drawn = [bars for i, rows in found if (bars := variants_bars(rows, f"variants-{i}"))]
+    tables = [
+        ui.Part(data(variants_title(rows)), [variants_table(rows, f"variants-{i}-table")])
+        for i, rows in found
+    ]
+    charts = ui.Charts(list(map(ui.Chart, drawn)), prose("legend states"))
+    states = ui.Part("What the fullest rank keeps between steps", [charts])
+    return [ui.Part("", tables, prose("variants")), states]
+
+
+def variants_line(report: RunReport) -> str:
+    cells = [cell for rows in variants(report.cells) for cell in rows]
+    shares = [share for cell in cells if (share := trained_share(cell))]
+    least = f"; the smallest trains {100 * min(shares):.2g} % of the parameters" if shares else ""
+    return report.unless_most(cells, f"{plural(len(cells), 'variant')} compared{least}")

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from harness.analysis.answer import answer
+from harness.analysis.answer import Answer, answer
 from harness.analysis.cell_result import CellResult
 from harness.analysis.ranking import may_be_fastest, tied_with_previous
 from harness.analysis.setting import GroupSize, Setting, heading, timed
 from harness.analysis.stats import Estimate
+from harness.record.profile_record import ProfileRecord
 from harness.spec.text import plural
 from reports.names import device_words, unit
 
@@ -28,6 +30,21 @@ class Group(Generic[AnyCell]):
     """Cells that differ only in strategy."""
 
     rows: tuple[AnyCell, ...]
+    profiles: Sequence[ProfileRecord] = ()
+    """Profiles of the run, which may explain the advice."""
+
+    @functools.cached_property
+    def advised(self) -> Answer | None:
+        """Advice for this setting; None if there is nothing to choose."""
+        return answer(self.rows, {profile.cell_id: profile for profile in self.profiles})
+
+    @functools.cached_property
+    def may_be_fastest(self) -> set[str]:
+        """Ids of the advised cell, or else the fastest, and of those that may be as fast."""
+        if advised := self.advised:
+            return {advised.advice[0].cell.cell_id, *(c.cell_id for c in advised.may_be_fastest)}
+        fair = fairly_timed(self.rows)
+        return {cell.cell_id for cell in (fair[0], *tied_with_fastest(fair))}
 
     @property
     def workload(self) -> str:
@@ -84,10 +101,13 @@ class Group(Generic[AnyCell]):
 RankedGroup = Group[RankedCell]
 
 
-def find_groups(cells: Sequence[CellResult]) -> list[RankedGroup]:
+def find_groups(
+    cells: Sequence[CellResult], profiles: Sequence[ProfileRecord] = ()
+) -> list[RankedGroup]:
     """Groups ranked cells; workloads with most cells come first."""
     sizes = Counter(cell.cell.workload_name for cell in cells)
-    groups = [ranking(group.rows) for group in by_setting([cell for cell in cells if cell.ranked])]
+    ranked = [cell for cell in cells if cell.ranked]
+    groups = [ranking(group.rows, profiles) for group in by_setting(ranked)]
     return sorted(groups, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
 
@@ -103,14 +123,15 @@ def by_setting(cells: Iterable[AnyCell], *more: str) -> list[Group[AnyCell]]:
     return sorted(groups, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
 
-def ranking(cells: Sequence[CellResult]) -> RankedGroup:
+def ranking(cells: Sequence[CellResult], profiles: Sequence[ProfileRecord] = ()) -> RankedGroup:
     ordered = sorted(cells, key=lambda cell: -(cell.speed.samples_per_second or 0.0))
     places = enumerate(zip(ordered, tied_with_previous(ordered), strict=True), 1)
     return Group(
         tuple(
             RankedCell(**vars(cell), place=place, same_as_above=tied)
             for place, (cell, tied) in places
-        )
+        ),
+        profiles,
     )
 
 
@@ -132,28 +153,20 @@ def headline(groups: Sequence[RankedGroup], once: Collection[str] = ()) -> Ranke
     return None if index is None else groups[index]
 
 
-def tied_with_fastest(cells: Sequence[RankedCell]) -> list[RankedCell]:
+def tied_with_fastest(cells: Sequence[AnyCell]) -> list[AnyCell]:
     """Returns the other cells that may be the fastest; empty if all have one trial."""
-    known = any(cell.trials > 1 for cell in cells)
-    ties = {cell.cell_id for cell in may_be_fastest(cells)} if known else set()
+    several = any(cell.trials > 1 for cell in cells)
+    ties = {cell.cell_id for cell in may_be_fastest(cells)} if several else set()
     return [cell for cell in cells[1:] if cell.cell_id in ties]
 
 
-def possibly_fastest(group: RankedGroup) -> set[str]:
-    """Returns the ids of the advised cell, or else the fastest, and those that may be as fast."""
-    if advised := answer(group.rows):
-        return {advised.advice[0].cell.cell_id, *(c.cell_id for c in advised.may_be_fastest)}
-    fair = fairly_timed(group)
-    return {cell.cell_id for cell in (fair[0], *tied_with_fastest(fair))}
+def of_real_things(cells: Sequence[AnyCell]) -> Sequence[AnyCell]:
+    return [cell for cell in cells if cell.placement.stand_in is None] or cells
 
 
-def of_real_things(group: RankedGroup) -> list[RankedCell]:
-    return [cell for cell in group.rows if cell.placement.stand_in is None] or list(group.rows)
-
-
-def fairly_timed(group: RankedGroup) -> list[RankedCell]:
+def fairly_timed(cells: Sequence[AnyCell]) -> Sequence[AnyCell]:
     """Returns cells without stand-ins and with a core per rank; ignores what no cell meets."""
-    genuine = of_real_things(group)
+    genuine = of_real_things(cells)
     return [cell for cell in genuine if not cell.placement.oversubscribed] or genuine
 
 

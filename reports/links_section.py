@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
@@ -103,22 +104,19 @@ class LinkSeries:
         return _median([*self.wire_bytes.values()])
 
 
-@dataclass(frozen=True)
-class Crossover:
-    clearness: float
-    """Smaller absolute log ratio of the throughputs at the two links."""
-    words: str
+Crossover = tuple[float, str]
+"""The smaller absolute log ratio of the throughputs at the two links, and a sentence."""
 
 
-def crossovers(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> list[Crossover]:
-    """Returns crossovers, clearest first.
+def crossovers(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> list[str]:
+    """Returns sentences about crossovers, clearest first.
 
     One strategy is significantly faster at one link, and the other at the next such link. Crossings
     are interpolated on logarithmic axes.
     """
     with_bandwidth = [link for link in links if not link.delayed and link.bits_per_second]
     found = [*_by_bandwidth(series, with_bandwidth), *_by_delay(series, links)]
-    return sorted(found, key=lambda crossover: -crossover.clearness)
+    return [words for _, words in sorted(found, key=lambda crossover: -crossover[0])]
 
 
 def _by_bandwidth(
@@ -143,7 +141,7 @@ def _by_bandwidth(
                 f" {slow.label}, above it slower (measured at {both[first].rate} and"
                 f" {both[last].rate})."
             )
-            yield Crossover(min(abs(lead), abs(after)), words)
+            yield min(abs(lead), abs(after)), words
 
 
 def _by_delay(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> Iterator[Crossover]:
@@ -163,7 +161,7 @@ def _by_delay(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> It
                     f" {slow.label}, over {far.words} slower."
                 )
                 leads = [abs(_lead(a, b, link.request)) for link in (near, far)]
-                yield Crossover(min(leads), words)
+                yield min(leads), words
 
 
 def _lead(a: LinkSeries, b: LinkSeries, link: str) -> float:
@@ -221,14 +219,28 @@ def order_by_bytes(series: Sequence[LinkSeries], slowest: MeasuredLink) -> str:
 
 @dataclass(frozen=True)
 class Chapter:
-    title: str
+    """Strategies over several links in one setting."""
+
+    index: int
+    group: Group[CellResult]
     links: tuple[MeasuredLink, ...]
-    chart: Bandwidths | None
-    table: ui.Table
-    unit: str
-    crossovers: tuple[str, ...]
-    more: int
-    by_bytes: str
+    series: tuple[LinkSeries, ...]
+
+    @functools.cached_property
+    def chart(self) -> Bandwidths | None:
+        return _chart(f"links-{self.index}", self.group, self.links, self.series)
+
+    @functools.cached_property
+    def table(self) -> ui.Table:
+        return _link_table(f"links-table-{self.index}", self.group, self.links, self.series)
+
+    @functools.cached_property
+    def crossovers(self) -> list[str]:
+        return crossovers(self.series, self.links)
+
+    @property
+    def by_bytes(self) -> str:
+        return order_by_bytes(self.series, self.links[0])
 
 
 def chapters(
@@ -275,24 +287,12 @@ def _chapter(
     index: int, cells: Sequence[CellResult], links: Sequence[MeasuredLink], series: list[LinkSeries]
 ) -> Chapter:
     group = Group((cells[0].varied(links=""), *cells[1:]))
-    slowest = links[0].request
 
     def order(line: LinkSeries) -> float:
-        cell = line.by_link.get(slowest)
+        cell = line.by_link.get(links[0].request)
         return 0.0 if cell is None else -group.rate(cell).value
 
-    series.sort(key=order)
-    crossings = crossovers(series, links)
-    return Chapter(
-        group.full_title,
-        tuple(links),
-        _chart(f"links-{index}", group, links, series),
-        _link_table(f"links-table-{index}", group, links, series),
-        group.unit,
-        tuple(crossover.words for crossover in crossings[:MOST_NAMED]),
-        max(0, len(crossings) - MOST_NAMED),
-        order_by_bytes(series, links[0]),
-    )
+    return Chapter(index, group, tuple(links), tuple(sorted(series, key=order)))
 
 
 def _chart(
@@ -373,20 +373,20 @@ def links_blocks(report: RunReport) -> ui.Blocks:
 
 
 def _chapter_blocks(chapter: Chapter) -> ui.Blocks:
-    title = ui.Heading(data(chapter.title))
+    title, found = ui.Heading(data(chapter.group.full_title)), chapter.crossovers
     chart = ui.Charts([ui.Chart(chapter.chart)]) if chapter.chart else title
     crossings: ui.Blocks = [
         ui.Heading("Where strategies change places"),
-        ui.Bullets(list(map(data, chapter.crossovers))),
+        ui.Bullets(list(map(data, found[:MOST_NAMED]))),
     ]
-    if not chapter.crossovers:
+    if not found:
         crossings.append(ui.Paragraph(prose("no crossovers")))
-    if chapter.more:
-        more = prose("more crossovers", pairs=plural(chapter.more, "more pair"))
-        crossings.append(ui.Paragraph(more, "small"))
+    if (more := len(found) - MOST_NAMED) > 0:
+        words = prose("more crossovers", pairs=plural(more, "more pair"))
+        crossings.append(ui.Paragraph(words, "small"))
     crossings.append(ui.Paragraph(prose("crossovers"), "small"))
     crossings += [ui.Paragraph(data(chapter.by_bytes))] if chapter.by_bytes else []
-    what = ui.Paragraph(f"Throughput ({chapter.unit}) over {EMULATED}.")
+    what = ui.Paragraph(f"Throughput ({chapter.group.unit}) over {EMULATED}.")
     return [
         ui.Only("text", [title, what]),
         ui.Box("side-by-side", [ui.Only("page", [chart]), ui.Box("", crossings)]),

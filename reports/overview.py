@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from harness.analysis.answer import Answer, answer
 from harness.analysis.compare import RunComparison, compare_sides
 from harness.analysis.selection import RunSelection, select
 from harness.record.run_record import RunRecord
@@ -18,12 +17,11 @@ from reports import blocks as ui
 from reports import run_facts
 from reports.blocks import BREAK, data, prose, small
 from reports.columns import ReportColumn
-from reports.groups import RankedGroup
 from reports.html_writer import PageHead, PageSection, html_page
 from reports.names import named
 from reports.run_report import RunReport, only, ran
 from reports.text import DASH, listed, plain
-from reports.verdict_sections import Pick, fast, verdict
+from reports.verdict_sections import fastest, rate_text
 
 if TYPE_CHECKING:
     from harness.record.store import Store
@@ -105,26 +103,19 @@ def _verdict(report: RunReport) -> tuple[str, str]:
         best = largest.winner
         if best is None:
             return "nothing fits yet", ""
-        return f"{largest.what}: {best.label}", f"{plain(best.result.parameters)} {largest.unit}"
+        return (
+            f"{largest.what}: {best.label}",
+            f"{plain(best.result.parameters)} {largest.unit}",
+        )
     group = report.leading
     if group is None:
         return "nothing is ranked", ""
-    verb, pick = "fastest:", verdict(group).fastest
-    if advised := answer(group.rows):
-        verb, pick = "use", _advised(group, advised)
-    tied = [named(cell, place=False) for cell in pick.tied]
-    alike = f"; tied with {listed(tied, 3)}" if tied else ""
+    cell, tied = fastest(group)
+    alike = f"; tied with {listed([named(c, place=False) for c in tied], 3)}" if tied else ""
     return (
-        f"{verb} {named(pick.row, place=False)}",
-        f"{pick.value}, {pick.interval}{alike}; {group.workload}, {group.title}",
+        f"{'use' if group.advised else 'fastest:'} {named(cell, place=False)}",
+        f"{rate_text(group, cell)}{alike}; {group.workload}, {group.title}",
     )
-
-
-def _advised(group: RankedGroup, advised: Answer) -> Pick:
-    ids = {cell.cell_id for cell in advised.may_be_fastest}
-    use = next(row for row in group.rows if row.cell_id == advised.advice[0].cell.cell_id)
-    ties = [row for row in group.rows if row.cell_id in ids and row is not use]
-    return fast(group, use, tuple(ties))
 
 
 def page(store: Store, folder: Path) -> str:

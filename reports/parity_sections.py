@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from harness.analysis.cell_result import VERIFIED, CellResult
 from harness.analysis.control import Adjustment
@@ -11,19 +10,19 @@ from harness.analysis.stats import ESTIMATE_METHOD, within_a_run
 from harness.analysis.utilization import FORMULA
 from harness.spec.text import plural
 from reports import blocks as ui
-from reports.bar_chart import Bar, Bars, omitted
+from reports.bar_chart import Bar, Bars, bars_of
 from reports.blocks import data, joined, phrase, plain_text, prose
 from reports.columns import cell_table, figure, word
 from reports.line_chart import Losses
 from reports.names import chart_name, main_workload, marks
 from reports.run_report import RunReport
+from reports.sections import Panel
 from reports.text import deviation, finite, number
 from reports.verdict_sections import ParityCounts
 
 MOST_LOSSES = 6
 MOST_NAMED = 12
 MOST_DEVIATIONS = 20
-AXIS = "relative deviation (no unit), log scale"
 CHARTS = {
     "loss": "Loss: largest deviation of any step",
     "update": "Parameters: largest deviation of any tensor, relative to its update",
@@ -82,18 +81,25 @@ Judged = tuple[CellResult, "float | None", float]
 
 
 def _bars(kind: str, title: str, judged: list[Judged], main: str) -> Bars:
-    judged.sort(key=_used, reverse=True)
-    bars = []
-    for cell, value, tolerance in judged[:MOST_DEVIATIONS]:
+    def bar(one: Judged) -> Bar:
+        cell, value, tolerance = one
         failed = cell.parity.verdict == "diverged"
         text = "not finite" if value is None else deviation(value)
         label = chart_name(cell, main)
-        bars.append(Bar(label, value, text, marks=marks(cell), target=tolerance, failed=failed))
-    outside = sum(bar.failed for bar in bars)
-    summary = f"{title} of {plural(len(judged), 'cell')} against its tolerance; {outside} diverged"
-    notes = omitted(len(judged), MOST_DEVIATIONS)
-    name = f"parity_max_{kind}_deviation"
-    return Bars(name, title, AXIS, tuple(bars), summary, notes, True)
+        return Bar(label, value, text, marks=marks(cell), target=tolerance, failed=failed)
+
+    judged.sort(key=_used, reverse=True)
+    outside = sum(cell.parity.verdict == "diverged" for cell, *_ in judged)
+    return bars_of(
+        f"parity_max_{kind}_deviation",
+        title,
+        "relative deviation (no unit), log scale",
+        judged,
+        bar,
+        f"{title} of {plural(len(judged), 'cell')} against its tolerance; {outside} diverged",
+        most=MOST_DEVIATIONS,
+        logarithmic=True,
+    )
 
 
 def _used(judged: Judged) -> tuple[bool, float]:
@@ -102,10 +108,8 @@ def _used(judged: Judged) -> tuple[bool, float]:
     return cell.parity.verdict == "diverged", share
 
 
-def parity_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
-    curves = [ui.Chart(one) for one in losses(cells)[:MOST_LOSSES]]
-    bars = [ui.Chart(one) for one in deviation_bars(cells)]
-    judged = [cell for cell in cells if cell.parity.loss_tolerance is not None]
+def _parity_table(report: RunReport) -> ui.Blocks:
+    judged = [cell for cell in report.cells if cell.parity.loss_tolerance is not None]
     columns = [
         word("parity", "parity_verdict"),
         figure("loss deviation", "parity_max_loss_deviation", deviation),
@@ -119,49 +123,37 @@ def parity_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
     ]
     label = "Largest relative deviations from the reference."
     table = cell_table("", label, judged, columns, "cell", lambda cell: cell.cell.name)
-    return [
-        ui.Charts(curves, prose("losses")),
-        ui.Charts(bars, prose("deviations")),
-        ui.Only("text", [ui.Part("", [table], label)]),
-    ]
+    return [ui.Only("text", [ui.Part("", [table], label)])]
 
 
-@dataclass(frozen=True)
-class DeclaredTolerance:
-    loss: str
-    update: str
-    reason: str
-    labels: tuple[str, ...]
+PARITY_PANELS: tuple[Panel[RunReport], ...] = (
+    Panel(lambda report: losses(report.cells)[:MOST_LOSSES], "losses"),
+    Panel(lambda report: deviation_bars(report.cells), "deviations", more=_parity_table),
+)
 
 
-def tolerances(cells: Sequence[CellResult]) -> list[DeclaredTolerance]:
+def tolerances(cells: Sequence[CellResult]) -> list[tuple[str, str, str, tuple[str, ...]]]:
+    """Returns tolerances of losses and updates, their reason, and the labels of their cells."""
     by_pair: dict[tuple[float, float], list[CellResult]] = {}
     for cell in cells:
         if cell.parity.loss_tolerance is not None and cell.parity.update_tolerance is not None:
             key = (cell.parity.loss_tolerance, cell.parity.update_tolerance)
             by_pair.setdefault(key, []).append(cell)
     # Tolerances of updates vary with the workload, which is no reason for a row of their own.
-    by_loss: dict[tuple[str, str], list[tuple[float, list[CellResult]]]] = {}
-    for (loss, update), rows in sorted(by_pair.items()):
-        by_loss.setdefault((deviation(loss), _reason(rows)), []).append((update, rows))
-    return [_tolerance(*shared, parts) for shared, parts in by_loss.items()]
-
-
-def _reason(cells: Sequence[CellResult]) -> str:
-    reasons = [cell.parity.reason for cell in cells if cell.parity.verdict == "within tolerance"]
-    return "; ".join(dict.fromkeys(filter(None, reasons)))
-
-
-def _tolerance(
-    loss: str, reason: str, parts: Sequence[tuple[float, Sequence[CellResult]]]
-) -> DeclaredTolerance:
-    updates = dict.fromkeys(deviation(update) for update in (parts[0][0], parts[-1][0]))
-    labels = tuple(
-        dict.fromkeys(
-            f"{cell.cell.label} {cell.cell.precision}" for _, cells in parts for cell in cells
+    by_loss: dict[tuple[str, str], list[tuple[float, CellResult]]] = {}
+    for (loss, update), rows in sorted(by_pair.items(), key=lambda item: item[0]):
+        reasons = [c.parity.reason for c in rows if c.parity.verdict == "within tolerance"]
+        reason = "; ".join(dict.fromkeys(filter(None, reasons)))
+        by_loss.setdefault((deviation(loss), reason), []).extend((update, c) for c in rows)
+    return [
+        (
+            loss,
+            " to ".join(dict.fromkeys(deviation(parts[end][0]) for end in (0, -1))),
+            reason,
+            tuple(dict.fromkeys(f"{c.cell.label} {c.cell.precision}" for _, c in parts)),
         )
-    )
-    return DeclaredTolerance(loss, " to ".join(updates), reason, labels)
+        for (loss, reason), parts in by_loss.items()
+    ]
 
 
 def control_in_words(adjustment: Adjustment) -> str:
@@ -232,14 +224,26 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
 def method_blocks(report: RunReport) -> ui.Blocks:
     rows = methods(report)
     every = tolerances(report.cells)
-    for place, tolerance in enumerate(every):
-        reason = f": {tolerance.reason}" if tolerance.reason else ""
-        labels = tolerance.labels
+    for place, (loss, update, reason, labels) in enumerate(every):
         if place == 0 and len(every) > 1:
             whom: ui.Words = plural(len(labels), "strategy variant")
         else:
             more = " and others" if len(labels) > MOST_NAMED else ""
             whom = phrase(*joined([data(label) for label in labels[:MOST_NAMED]]), more)
-        words = f"in loss, {tolerance.update} in update{reason}. Holds for "
-        rows.append((f"Tolerance {tolerance.loss}", phrase(words, whom, ".")))
+        because = f": {reason}" if reason else ""
+        words = f"in loss, {update} in update{because}. Holds for "
+        rows.append((f"Tolerance {loss}", phrase(words, whom, ".")))
     return [ui.Facts(rows)]
+
+
+def method_line(report: RunReport) -> str:
+    most = max((cell.trials for cell in report.cells), default=0)
+    trials = f"up to {plural(most, 'trial')} of a cell" if most else "0 trials finished"
+    return f"how each figure is obtained; {trials}"
+
+
+def parity_line(report: RunReport) -> str:
+    found = ParityCounts.of(report.cells)
+    if found is None:
+        return "no cell was verified"
+    return f"{found.passed} of {plural(found.judged, 'cell')} agree with their reference"

@@ -1,14 +1,29 @@
+"""Facts of a run that its report shows: hardware, profiles, and the result of a search."""
+
 from __future__ import annotations
 
+import itertools
 import json
+import statistics
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from harness.analysis.cell_result import CellResult
+from harness.analysis.maxsize import MaxsizeResult, limits, maxsize_results, order_notes
+from harness.analysis.utilization import GpuTime, gpu_time
 from harness.record.hardware_facts import SpeedMeasurement
+from harness.record.plan import MATRIX, Plan
+from harness.record.profile_record import COMPONENTS, SPLIT, ProfileRecord
 from harness.record.run_record import RunRecord
+from harness.record.trial import TrialRecord
+from harness.spec.cell import Cell
 from harness.spec.text import plural
-from reports.text import number
+from reports.text import number, size
+
+if TYPE_CHECKING:
+    from harness.record.store import Results
 
 GIB = 2**30
 
@@ -124,3 +139,162 @@ def environment(run: RunRecord) -> list[tuple[str, str]]:
         ("Schema of the record", f"version {run.schema_version}"),
     ]
     return [(name, str(value)) for name, value in rows if value not in (None, "")]
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    result: CellResult
+    parts: Mapping[str, float | None]
+    """Seconds by part of the step, overlaps included; mean of the ranks."""
+    plain_step: float
+    """Unprofiled step of the slowest rank, in seconds."""
+    profiled_step: float
+    straggler: int | None
+    logical_bytes: float | None
+    """Bytes per step that a rank's collectives must send in theory; mean of the ranks."""
+    off_theory: float | None
+    """Those bytes over the strategy's formula, minus 1."""
+    off_algorithm: float | None
+    """Socket bytes over those of the backend's algorithm, minus 1."""
+    peak: Mapping[str, int | None]
+    """Bytes at the peak by kind and in total (`tracked`), of the fullest rank."""
+    private: int | None
+    """Peak bytes of the step, measured as in trials."""
+    gpu: GpuTime | None
+
+
+def profiled(cells: Iterable[CellResult], profiles: Iterable[ProfileRecord]) -> list[StepProfile]:
+    newest = {profile.cell_id: profile for profile in profiles if profile.status == "ok"}
+    return [_profiled(cell, newest[cell.cell_id]) for cell in cells if cell.cell_id in newest]
+
+
+def _profiled(cell: CellResult, profile: ProfileRecord) -> StepProfile:
+    logical, theory = _mean(profile.logical_bytes), profile.theory_bytes
+    sent, algorithm = _mean(profile.sent_bytes), _mean(profile.algorithm_bytes)
+    parts = (*COMPONENTS, "overlapped", "operators")
+    return StepProfile(
+        cell,
+        parts={name: _mean(getattr(profile, f"{name}_seconds")) for name in parts},
+        plain_step=profile.plain_step_seconds or 0.0,
+        profiled_step=profile.profiled_step_seconds or 0.0,
+        straggler=profile.straggler,
+        logical_bytes=logical,
+        off_theory=logical / theory - 1 if logical is not None and theory else None,
+        off_algorithm=sent / algorithm - 1 if sent is not None and algorithm else None,
+        peak={
+            kind: max(getattr(profile, f"peak_{kind}_bytes"), default=None)
+            for kind in (*SPLIT, "tracked")
+        },
+        private=max(profile.private_bytes, default=None),
+        gpu=gpu_time(
+            profile,
+            cell.work.flops_per_step and cell.work.flops_per_step / cell.cell.devices,
+            cell.work.matmul_flops_per_second,
+        ),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+@dataclass(frozen=True)
+class LargestModel:
+    """A strategy's largest size (parameters or tokens) and the cell that reached it."""
+
+    result: MaxsizeResult
+    cell_id: str
+    devices: int
+
+    @property
+    def label(self) -> str:
+        return self.result.label
+
+    @property
+    def state_bytes(self) -> int | None:
+        return sum(self.result.kept.values()) or None
+
+
+@dataclass(frozen=True)
+class Largest:
+    """Result of a search for the largest model or the longest sequence."""
+
+    budget: str
+    models: tuple[LargestModel, ...]
+    order: tuple[str, ...]
+    limits: tuple[tuple[str, str], ...]
+    """Strategy, and what filled its memory or why it has no size."""
+    tokens: bool = False
+
+    @property
+    def winner(self) -> LargestModel | None:
+        reached = [model for model in self.models if model.result.parameters]
+        return max(reached, key=lambda model: model.result.parameters or 0, default=None)
+
+    @property
+    def unit(self) -> str:
+        return "tokens" if self.tokens else "parameters"
+
+    @property
+    def what(self) -> str:
+        return "longest sequence" if self.tokens else "largest model"
+
+
+def is_search(run: RunRecord) -> bool:
+    return run.matrix == MATRIX
+
+
+def verified(trial: TrialRecord) -> bool:
+    return trial.trial == 1 or trial.status not in ("ok", "out_of_memory")
+
+
+def largest(results: Results) -> Largest | None:
+    """Returns a search's result; None for other runs."""
+    try:
+        plan = Plan.from_row(results.runs.iloc[0].to_dict())
+        rows = maxsize_results(results) if plan.search else []
+    except (KeyError, TypeError, ValueError):
+        return None
+    if not rows or plan.search is None:
+        return None
+    cells = {cell.label: cell for cell in plan.cells}
+    reasons = [
+        (row.label, f"{row.status}: {row.reason}" if row.reason else limits(row)) for row in rows
+    ]
+    order = plan.search["order"]
+    chains = [sentence for chain in order if (sentence := order_sentence(rows, chain))]
+    return Largest(
+        size(plan.search["budget"]),
+        tuple(_model(row, cells.get(row.label)) for row in rows),
+        (*chains, *order_notes(rows, order)),
+        tuple((label, text) for label, text in reasons if text),
+        bool(int(plan.search.get("tokens", 0))),
+    )
+
+
+def _model(row: MaxsizeResult, cell: Cell | None) -> LargestModel:
+    if cell is None:
+        return LargestModel(row, "", 0)
+    size = {"sequence_length": row.parameters} if row.tokens and row.parameters else {}
+    reached = cell.model_copy(update={"workload": row.workload, **size})
+    return LargestModel(row, reached.id if row.parameters else "", cell.devices)
+
+
+def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
+    """Returns `Measured order, as theory predicts: a 10.0M < b 20.0M`, if any."""
+    by_label = {row.label: row for row in rows if row.parameters}
+    present = [by_label[label] for label in chain if label in by_label]
+    if len(present) < 2:
+        return ""
+    kept = all(
+        (more.parameters or 0) > (less.parameters or 0)
+        for less, more in itertools.pairwise(present)
+    )
+    measured = sorted(present, key=lambda row: row.parameters or 0)
+    words = f"{measured[0].label} {measured[0].largest_model}"
+    for less, more in itertools.pairwise(measured):
+        sign = "<" if less.parameters != more.parameters else "="
+        words += f" {sign} {more.label} {more.largest_model}"
+    if kept:
+        return f"Measured order, as theory predicts: {words}"
+    return f"Measured order: {words}; theory predicts {' < '.join(row.label for row in present)}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.analysis.answer import Answer, answer
+from harness.analysis.answer import Answer
 from harness.analysis.baseline import Choice
 from harness.analysis.cell_result import CellResult
 from harness.analysis.control import Adjustment
@@ -20,9 +20,17 @@ from harness.record.trial import TrialRecord
 from harness.record.trial_status import NO_RESULT
 from harness.spec.cell import Cell
 from reports.groups import RankedGroup, find_groups, headline
-from reports.memory_sections import Largest, is_search, largest, verified
-from reports.run_facts import plan_of
-from reports.time_sections import StepProfile, profiled
+from reports.names import named
+from reports.run_facts import (
+    Largest,
+    StepProfile,
+    is_search,
+    largest,
+    plan_of,
+    profiled,
+    verified,
+)
+from reports.text import number
 
 if TYPE_CHECKING:
     from harness.record.store import Results
@@ -37,6 +45,7 @@ class RunReport:
     cells: tuple[CellResult, ...]
     groups: tuple[RankedGroup, ...]
     results: Results
+    profiles: tuple[ProfileRecord, ...] = ()
 
     @property
     def run_id(self) -> str:
@@ -69,12 +78,10 @@ class RunReport:
         once = plan_of(self.run).get("once", ())
         return None if self.largest else headline(self.groups, once)
 
-    @functools.cached_property
+    @property
     def advised(self) -> Answer | None:
         """Advice for the leading group; None if there is nothing to choose."""
-        if self.leading is None:
-            return None
-        return answer(self.leading.rows, {profile.cell_id: profile for profile in self.profiles})
+        return self.leading.advised if self.leading else None
 
     @functools.cached_property
     def profiled(self) -> list[StepProfile]:
@@ -82,14 +89,28 @@ class RunReport:
         return profiled(self.cells, profiles)
 
     @functools.cached_property
-    def profiles(self) -> list[ProfileRecord]:
-        return ProfileRecord.from_frame(self.results.explained)
-
-    @functools.cached_property
     def systems(self) -> list[System]:
         """Recorded and planned cells by system; a search plans none."""
         planned = [] if self.largest else unreached(self.run, self.cells)
         return all_systems(self.cells, planned, self.run_id)
+
+    def from_to(
+        self, value: Callable[[CellResult], float | None], unit: str, scale: float = 1.0
+    ) -> str:
+        """Returns the smallest and the largest value with their cells, of the leading group if it
+        has some, else of the run."""
+        for cells in (self.leading.rows if self.leading else (), self.cells):
+            measured = [(x * scale, cell) for cell in cells if (x := value(cell)) is not None]
+            if measured:
+                measured.sort(key=lambda pair: pair[0])
+                ends = measured if len(measured) < 2 else (measured[0], measured[-1])
+                return " to ".join(f"{number(x)} {unit} ({named(cell)})" for x, cell in ends)
+        return unit
+
+    def unless_most(self, cells: Sequence[CellResult], line: str) -> str:
+        """Returns the line of a closed section; empty, so that it is open, if it is about most
+        cells."""
+        return "" if 2 * len({cell.cell_id for cell in cells}) > len(self.cells) else line
 
 
 def ran(results: Results, baseline: Choice | None = None) -> RunReport:
@@ -101,7 +122,9 @@ def ran(results: Results, baseline: Choice | None = None) -> RunReport:
     if is_search(run):
         trials = tuple(trial for trial in trials if verified(trial))
     cells = summarised(trials, baseline)
-    return RunReport(run, trials, tuple(cells), tuple(find_groups(cells)), results)
+    profiles = tuple(ProfileRecord.from_frame(results.explained))
+    groups = tuple(find_groups(cells, profiles))
+    return RunReport(run, trials, tuple(cells), groups, results, profiles)
 
 
 def each(results: Results, baseline: Choice | None = None) -> list[RunReport]:

@@ -7,22 +7,49 @@ from typing import ParamSpec, TypeVar
 
 from harness.spec.text import plural
 from reports import blocks as ui
-from reports import closed_lines as lines
 from reports import run_facts
 from reports.blocks import data, prose, prose_under, strong
-from reports.cells_sections import cells_blocks, failures_blocks, systems_blocks
-from reports.checkpoint_section import checkpoint_blocks, has_checkpoints
-from reports.comparison_sections import effects_blocks, launchers_blocks, variants_blocks
+from reports.cells_sections import (
+    cells_blocks,
+    cells_line,
+    failures_blocks,
+    systems_blocks,
+    systems_line,
+)
+from reports.comparison_sections import (
+    effects_blocks,
+    launchers_blocks,
+    launchers_line,
+    variants_blocks,
+    variants_line,
+)
 from reports.html_writer import PageHead
 from reports.links_section import links_blocks
-from reports.memory_sections import largest_blocks, states_blocks
-from reports.parity_sections import method_blocks, parity_blocks
+from reports.memory_sections import STATE_PANELS, largest_blocks, states_line
+from reports.parity_sections import PARITY_PANELS, method_blocks, method_line, parity_line
 from reports.run_report import RunReport
-from reports.sections import Section, Written, written_page, written_text
-from reports.settings_section import settings_blocks
-from reports.speed_sections import front_blocks, memory_blocks, ranking_blocks, scaling_blocks
-from reports.time_sections import bubble_blocks, experts_blocks, profile_blocks, traffic_blocks
-from reports.verdict_sections import verdict_blocks
+from reports.sections import Panel, Section, Written, written_page, written_text
+from reports.speed_sections import (
+    SCALING_PANELS,
+    front_charts,
+    front_line,
+    memory_charts,
+    memory_line,
+    ranking_blocks,
+)
+from reports.time_sections import (
+    CHECKPOINTS,
+    EXPERT_PANELS,
+    PART_PANELS,
+    TRAFFIC_PANELS,
+    bubble_bars,
+    bubble_line,
+    experts_line,
+    has_checkpoints,
+    parts_line,
+    traffic_line,
+)
+from reports.verdict_sections import settings_blocks, settings_line, verdict_blocks
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,111 +59,92 @@ def _no_search(report: RunReport) -> bool:
     return not report.is_search
 
 
+def _environment(report: RunReport) -> ui.Blocks:
+    return [ui.Facts([(name, data(value)) for name, value in run_facts.environment(report.run)])]
+
+
+def _environment_line(report: RunReport) -> str:
+    run = report.run
+    return f"PyTorch {run.torch_version}, Python {run.python_version}, {run_facts.hardware(run)}"
+
+
+# Name, title, content, short title, whether Markdown has it, line while closed, condition.
 SECTIONS: tuple[Section[RunReport], ...] = (
-    Section("verdict", "Verdict", verdict_blocks, in_text=True),
-    Section(
-        "largest",
-        "Largest trainable model, or longest sequence",
-        lambda report: largest_blocks(report.largest),
-    ),
+    Section("verdict", "Verdict", verdict_blocks, "", True),
+    Section("largest", "Largest trainable model, or longest sequence", largest_blocks),
     Section(
         "effects",
         "What to turn on first",
         lambda report: effects_blocks(report.cells),
         "Turn on first",
-        in_text=True,
+        True,
     ),
-    Section("links", "Links", links_blocks, in_text=True),
+    Section("links", "Links", links_blocks, "", True),
     Section(
         "checkpoints",
         "Checkpoints: does training resume correctly?",
-        checkpoint_blocks,
+        [Panel(tables=[CHECKPOINTS], note="checkpoints")],
         "Checkpoints",
-        in_text=True,
+        True,
         runs=has_checkpoints,
     ),
-    Section("ranking", "Throughput and memory", ranking_blocks, in_text=True, runs=_no_search),
-    Section("scaling", "Scaling", lambda report: scaling_blocks(report.cells), in_text=True),
+    Section("ranking", "Throughput and memory", ranking_blocks, "", True, runs=_no_search),
+    Section("scaling", "Scaling", SCALING_PANELS, "", True),
     Section(
         "failures",
         "What failed, diverged or did not run",
         failures_blocks,
         "What did not run",
-        in_text=True,
+        True,
     ),
     Section(
         "settings",
         "Every workload and setting",
         settings_blocks,
-        in_text=True,
-        fold=lines.settings,
+        "",
+        True,
+        settings_line,
+        _no_search,
+    ),
+    Section("systems", "Systems", systems_blocks, fold=systems_line, runs=_no_search),
+    Section(
+        "memory",
+        "Peak memory",
+        [Panel(memory_charts, "memory")],
+        fold=memory_line,
         runs=_no_search,
     ),
-    Section("systems", "Systems", systems_blocks, fold=lines.systems, runs=_no_search),
-    Section("memory", "Peak memory", memory_blocks, fold=lines.memory, runs=_no_search),
-    Section("front", "Memory against throughput", front_blocks, fold=lines.front, runs=_no_search),
     Section(
-        "states",
-        "Where the memory goes",
-        lambda report: states_blocks(report.cells, _no_search(report)),
-        fold=lines.states,
+        "front",
+        "Memory against throughput",
+        [Panel(front_charts, "front")],
+        fold=front_line,
+        runs=_no_search,
     ),
+    Section("states", "Where the memory goes", STATE_PANELS, fold=states_line),
+    Section("parts", "Where the time goes", PART_PANELS, fold=parts_line),
+    Section("traffic", "Communication", TRAFFIC_PANELS, fold=traffic_line),
     Section(
-        "parts",
-        "Where the time goes",
-        lambda report: profile_blocks(report.profiled),
-        fold=lines.parts,
+        "parity", "Parity: is it the same training?", PARITY_PANELS, "Parity", True, parity_line
     ),
-    Section(
-        "traffic",
-        "Communication",
-        lambda report: traffic_blocks(report.cells, _no_search(report)),
-        fold=lines.traffic,
-    ),
-    Section(
-        "parity",
-        "Parity: is it the same training?",
-        lambda report: parity_blocks(report.cells),
-        "Parity",
-        in_text=True,
-        fold=lines.parity,
-    ),
-    Section(
-        "bubble", "Pipeline bubble", lambda report: bubble_blocks(report.cells), fold=lines.bubble
-    ),
-    Section(
-        "experts",
-        "Experts",
-        lambda report: experts_blocks(report.cells),
-        in_text=True,
-        fold=lines.experts,
-    ),
-    Section(
-        "wrappers",
-        "Launchers compared",
-        lambda report: launchers_blocks(report.cells),
-        fold=lines.wrappers,
-    ),
+    Section("bubble", "Pipeline bubble", [Panel(bubble_bars, "bubble")], fold=bubble_line),
+    Section("experts", "Experts", EXPERT_PANELS, "", True, experts_line),
+    Section("wrappers", "Launchers compared", launchers_blocks, fold=launchers_line),
     Section(
         "variants",
         "Fewer trained parameters, lower precision",
-        lambda report: variants_blocks(report.cells),
+        variants_blocks,
         "Fewer parameters",
-        fold=lines.variants_line,
+        fold=variants_line,
     ),
-    Section("cells", "All cells", cells_blocks, fold=lines.cells),
+    Section("cells", "All cells", cells_blocks, fold=cells_line),
+    Section("environment", "Environment", _environment, "", True, _environment_line),
+    Section("method", "How it was measured", method_blocks, "", True, method_line),
     Section(
-        "environment",
-        "Environment",
-        lambda report: [
-            ui.Facts([(name, data(value)) for name, value in run_facts.environment(report.run)])
-        ],
-        in_text=True,
-        fold=lines.environment,
-    ),
-    Section("method", "How it was measured", method_blocks, in_text=True, fold=lines.method),
-    Section(
-        "glossary", "Glossary", lambda _: [ui.Facts(prose_under("glossary"))], fold=lines.glossary
+        "glossary",
+        "Glossary",
+        lambda _: [ui.Facts(prose_under("glossary"))],
+        fold=lambda _: f"{len(prose_under('glossary'))} terms",
     ),
 )
 

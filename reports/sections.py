@@ -4,14 +4,82 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from harness.analysis.cell_result import CellResult
 from harness.spec.errors import UsageError
 from reports import blocks as ui
+from reports.blocks import prose
+from reports.columns import AnyColumn, device_columns, table_of, word
 from reports.html_writer import PageHead, PageSection, html_page
 from reports.markdown_writer import markdown_text
+from reports.names import cell_name
 
 Report = TypeVar("Report")
+MOST_CHARTS = 12
+
+
+def setting_columns(cells: Sequence[CellResult]) -> list[AnyColumn]:
+    return [word("Workload", "workload"), *device_columns(cells)]
+
+
+@dataclass(frozen=True)
+class Numbers(Generic[Report]):
+    """A table of cells. A row is a CellResult, or something with one in its attribute `result`."""
+
+    name: str
+    label: str
+    rows: Callable[[Report], Sequence[Any]]
+    """Cells that have these figures, in order."""
+    columns: Callable[[Sequence[Any]], Sequence[AnyColumn]]
+    folded: str = "All cells in numbers"
+    """Line that a reader opens to see the table; empty if it is open."""
+    note: str = ""
+    """Name of a text in prose.md."""
+    first: Callable[[Sequence[CellResult]], Sequence[AnyColumn]] = setting_columns
+    """Returns columns of the cells themselves."""
+
+    def table(self, report: Report) -> ui.Table:
+        rows = self.rows(report)
+        cells = [row if isinstance(row, CellResult) else row.result for row in rows]
+        first, columns = self.first(cells), self.columns(rows)
+        made = [
+            ui.Row(
+                cell_name(cell),
+                [*(one.make(cell) for one in first), *(one.make(row) for one in columns)],
+                {"data-cell": cell.cell_id},
+            )
+            for cell, row in zip(cells, rows, strict=True)
+        ]
+        return table_of(self.name, self.label, "Strategy", [*first, *columns], made)
+
+    def blocks(self, report: Report) -> ui.Blocks:
+        table = self.table(report)
+        noted: ui.Blocks = [ui.Part("", [table], prose(self.note))] if self.note else [table]
+        return [ui.Details(self.folded, noted)] if self.folded else noted
+
+
+@dataclass(frozen=True)
+class Panel(Generic[Report]):
+    """Charts and tables with how to read them; left out without data."""
+
+    charts: Callable[[Report], Iterable[ui.ChartData | ui.Chart | None]] = lambda report: ()
+    reading: str = ""
+    """Name of a text in prose.md, next to the charts."""
+    tables: Sequence[Numbers[Report]] = ()
+    title: str = ""
+    note: str | Callable[[Report], ui.Words] = ""
+    """Name of a text in prose.md, or the text, above charts and tables."""
+    more: Callable[[Report], ui.Blocks] = lambda report: []
+
+    def blocks(self, report: Report) -> ui.Part:
+        drawn = [chart for chart in self.charts(report) if chart is not None][:MOST_CHARTS]
+        charts = [one if isinstance(one, ui.Chart) else ui.Chart(one) for one in drawn]
+        blocks: ui.Blocks = [ui.Charts(charts, prose(self.reading) if self.reading else "")]
+        blocks += [block for table in self.tables for block in table.blocks(report)]
+        blocks += self.more(report)
+        note = self.note if isinstance(self.note, str) else self.note(report)
+        return ui.Part(self.title, blocks, prose(note) if isinstance(note, str) and note else note)
 
 
 @dataclass(frozen=True)
@@ -20,7 +88,7 @@ class Section(Generic[Report]):
 
     name: str
     title: str
-    blocks: Callable[[Report], Sequence[ui.Block]]
+    content: Callable[[Report], Sequence[ui.Block]] | Sequence[Panel[Report]]
     short: str = ""
     in_text: bool = False
     """Whether Markdown has it too."""
@@ -28,6 +96,11 @@ class Section(Generic[Report]):
     """Returns the line shown while closed; empty to start open."""
     runs: Callable[[Report], bool] = lambda report: True
     """Whether a report, such as a search's, has this section."""
+
+    def blocks(self, report: Report) -> Sequence[ui.Block]:
+        if callable(self.content):
+            return self.content(report)
+        return [panel.blocks(report) for panel in self.content]
 
 
 @dataclass(frozen=True)

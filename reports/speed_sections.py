@@ -1,19 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 
-from harness.analysis.answer import answer
 from harness.analysis.baseline import micro_batch, scaling_series
 from harness.analysis.cell_result import CellResult
 from harness.analysis.setting import SCALED, batch, setting
 from harness.spec.text import plural
 from reports import blocks as ui
-from reports.bar_chart import MOST_ROWS, Bar, Bars, first_few, omitted
+from reports.bar_chart import MOST_ROWS, Bar, Bars, bars_of, omitted
 from reports.blocks import data, prose
 from reports.columns import (
     ReportColumn,
-    cell_table,
-    device_columns,
     figure,
     mebibytes,
     milliseconds,
@@ -22,7 +20,7 @@ from reports.columns import (
     word,
     words,
 )
-from reports.groups import RankedCell, RankedGroup, pareto, possibly_fastest
+from reports.groups import RankedCell, RankedGroup, pareto
 from reports.line_chart import Line, Point, Scaling, Scatter
 from reports.names import (
     INEXACT,
@@ -36,9 +34,9 @@ from reports.names import (
     unit,
 )
 from reports.run_report import RunReport
+from reports.sections import MOST_CHARTS, Numbers, Panel
 from reports.text import DASH, MIB, exact, number, percent, plain
 
-MOST_CHARTS = 12
 MOST_SHOWN = 16
 MOST_SCALING = 4
 
@@ -53,64 +51,65 @@ def throughput_bars(
 
     `labels`: by cell id. `cells`: by default all, fastest first.
     """
-    best, bars, (baseline, level) = possibly_fastest(group), [], _baseline(group)
     shown = cells or group.rows[:MOST_ROWS]
-    for cell in shown:
+    baseline = next((c for c in group.rows if c.relative.baseline == c.cell_id), None)
+    level = group.rate(baseline).value if baseline else None
+
+    def bar(cell: RankedCell) -> Bar:
         rate = group.rate(cell)
         spread = "" if rate.half_width is None else f" ± {number(rate.half_width, 2)}"
-        text = number(rate.value) + spread
-        strong = cell.cell_id in best
         label = named(cell, place=False, label=(labels or {}).get(cell.cell_id, ""))
-        label += "" if cell.parity.same_training else INEXACT
-        bar = Bar(label, rate.value, text, rate.low, rate.high, strong, marks(cell), level)
-        bars.append(bar)
-    another = any(not cell.parity.same_training for cell in shown)
-    return Bars(
+        return Bar(
+            label + ("" if cell.parity.same_training else INEXACT),
+            rate.value,
+            number(rate.value) + spread,
+            rate.low,
+            rate.high,
+            cell.cell_id in group.may_be_fastest,
+            marks(cell),
+            level,
+        )
+
+    notes = [f"upright line: {baseline.cell.label}, the baseline"] if baseline else []
+    notes += [] if all(cell.parity.same_training for cell in shown) else [NOT_THE_SAME]
+    return bars_of(
         name,
         group.title,
         f"throughput ({group.unit}), 95 % interval",
-        tuple(bars),
-        f"Throughput of {plural(len(group.rows), 'cell')}, {group.title}, fastest first: "
-        + first_few(bars, 5, f" {group.unit}"),
-        ((f"upright line: {baseline.cell.label}, the baseline",) if baseline else ())
-        + ((NOT_THE_SAME,) if another else ())
-        + notes_for(shown)
-        + omitted(len(group.rows), len(shown)),
+        shown,
+        bar,
+        f"Throughput of {plural(len(group.rows), 'cell')} in {group.unit}, {group.title}, fastest"
+        " first",
+        (*notes, *notes_for(shown), *omitted(len(group.rows), len(shown))),
     )
-
-
-def _baseline(group: RankedGroup) -> tuple[RankedCell | None, float | None]:
-    known = [cell for cell in group.rows if cell.relative.baseline == cell.cell_id]
-    return (known[0], group.rate(known[0]).value) if known else (None, None)
 
 
 def memory_bars(group: RankedGroup, name: str, cells: Sequence[RankedCell] = ()) -> Bars | None:
     """Charts peak memory in MiB with its range. `cells`: by default all."""
-    known = [cell for cell in group.rows if cell.memory.peak_memory_bytes is not None]
-    if not known:
+    measured = [cell for cell in group.rows if cell.memory.peak_memory_bytes is not None]
+    if not measured:
         return None
-    known.sort(key=_peak)
-    least = _peak(known[0])
-    shown = cells or known[:MOST_ROWS]
-    bars = [_memory_bar(cell, least) for cell in shown]
-    return Bars(
+    measured.sort(key=_peak)
+    least = _peak(measured[0])
+    shown = cells or measured[:MOST_ROWS]
+
+    def bar(cell: RankedCell) -> Bar:
+        label, value = named(cell, place=False), _peak(cell)
+        if cell.memory.peak_memory_bytes is None:
+            return Bar(label, None, DASH)
+        low = (cell.memory.peak_memory_bytes_low or 0) / MIB
+        ends = (low if cell.trials > 1 else None, value)
+        return Bar(label, value, number(value), *ends, low <= least, marks(cell))
+
+    return bars_of(
         name,
         group.title,
         "peak memory of the fullest device (MiB), range over trials",
-        tuple(bars),
-        f"Peak memory of {plural(len(bars), 'cell')}, {group.title}: " + first_few(bars, 5, " MiB"),
-        notes_for(shown) + omitted(len(known), len(shown)),
+        shown,
+        bar,
+        f"Peak memory of {plural(len(shown), 'cell')} in MiB, {group.title}",
+        (*notes_for(shown), *omitted(len(measured), len(shown))),
     )
-
-
-def _memory_bar(cell: RankedCell, least: float) -> Bar:
-    label, peak = named(cell, place=False), cell.memory.peak_memory_bytes
-    if peak is None:
-        return Bar(label, None, DASH)
-    low = (cell.memory.peak_memory_bytes_low or 0) / MIB
-    shown_low = low if cell.trials > 1 else None
-    value, strong = peak / MIB, low <= least
-    return Bar(label, value, number(value), shown_low, value, strong, marks(cell))
 
 
 def _peak(cell: RankedCell) -> float:
@@ -178,7 +177,7 @@ def ranking_blocks(report: RunReport) -> ui.Blocks:
 def _headline_charts(group: RankedGroup | None) -> ui.Charts:
     if group is None or len(group.rows) < 2:
         return ui.Charts([])
-    advised = answer(group.rows)
+    advised = group.advised
     roles = {advice.cell.cell_id for advice in advised.advice} if advised else set()
     roles |= {group.rows[0].relative.baseline}
     first, later = group.rows[:MOST_SHOWN], group.rows[MOST_SHOWN:]
@@ -212,17 +211,17 @@ def _ranked_table(group: RankedGroup) -> ui.Table:
     return table_of("", group.full_title, "place", columns, rows)
 
 
-def memory_blocks(report: RunReport) -> ui.Blocks:
-    charts = [
-        ui.Chart(bars, title)
-        for index, group, title in comparable(report)
-        if (bars := memory_bars(group, f"memory-{index}"))
-    ]
-    return [ui.Charts(charts, prose("memory"))]
+def memory_charts(report: RunReport) -> Iterator[ui.Chart]:
+    for index, group, title in comparable(report):
+        if bars := memory_bars(group, f"memory-{index}"):
+            yield ui.Chart(bars, title)
 
 
-def front_blocks(report: RunReport) -> ui.Blocks:
-    charts = []
+def memory_line(report: RunReport) -> str:
+    return report.from_to(lambda cell: cell.memory.peak_memory_bytes, "MiB", 1 / MIB)
+
+
+def front_charts(report: RunReport) -> Iterator[ui.Chart]:
     for index, group, title in comparable(report):
         if scatter := memory_scatter(group, f"front-{index}"):
             names = tuple(
@@ -230,8 +229,12 @@ def front_blocks(report: RunReport) -> ui.Blocks:
                 f" {number(point.memory)} MiB"
                 for point in scatter.front
             )
-            charts.append(ui.Chart(scatter, title, names))
-    return [ui.Charts(charts, prose("front"))]
+            yield ui.Chart(scatter, title, names)
+
+
+def front_line(report: RunReport) -> str:
+    best = pareto(report.leading) if report.leading else []
+    return f"{plural(len(best), 'cell')} that no other cell beats in both"
 
 
 Curve = list[CellResult]
@@ -320,52 +323,36 @@ def _scaling_title(cell: CellResult, regime: str) -> str:
     return " · ".join(words)
 
 
-def scaling_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
-    charts = [
-        ui.Chart(curves)
-        for regime in ("strong", "weak")
-        for curves in scaling(cells, regime)[:MOST_SCALING]
-    ]
-    table = efficiency(cells)
-    shares = [cell.relative.efficiency_single for cell in scaled_cells(cells)]
-    known = [share for share in shares if share is not None]
-    best = f", at best {percent(max(known))} of linear" if known else ""
-    numbers = ui.Details(
-        f"Scaling efficiency of {plural(len(table.rows), 'cell')}{best}",
-        [ui.Part("", [table], prose("efficiency"))],
-    )
-    return [ui.Charts(charts, prose("scaling")), numbers]
-
-
-def scaled_cells(cells: Sequence[CellResult]) -> list[CellResult]:
+def scaling_charts(report: RunReport) -> list[Scaling]:
     return [
+        curves
+        for regime in ("strong", "weak")
+        for curves in scaling(report.cells, regime)[:MOST_SCALING]
+    ]
+
+
+def scaled_cells(report: RunReport) -> list[CellResult]:
+    def order(cell: CellResult) -> tuple[str, int, float]:
+        own = cell.relative.efficiency_own
+        return cell.cell.workload_name, cell.cell.devices, -(-1.0 if own is None else own)
+
+    scaled = [
         cell
-        for cell in cells
+        for cell in report.cells
         if cell.cell.devices > 1
         and (
             cell.relative.efficiency_own is not None or cell.relative.efficiency_single is not None
         )
     ]
+    return sorted(scaled, key=order)
 
 
-def efficiency(cells: Sequence[CellResult]) -> ui.Table:
-
-    def order(cell: CellResult) -> tuple[str, int, float]:
-        own = cell.relative.efficiency_own
-        return cell.cell.workload_name, cell.cell.devices, -(-1.0 if own is None else own)
-
-    shown = sorted(scaled_cells(cells), key=order)
-    on_one = "on one device, 95 % interval"
-    columns: list[ReportColumn[CellResult]] = [
-        word("Workload", "workload"),
-        *device_columns(shown),
-        word("Scaling", "regime"),
-        word("Precision", "precision"),
-        batch_column(),
-        ReportColumn("Against itself", with_interval("efficiency_own"), on_one),
-        ReportColumn("Against the plain process", with_interval("efficiency_single"), on_one),
-    ]
-    return cell_table("efficiency", "Scaling efficiency", shown, columns)
+def _efficiency(report: RunReport) -> ui.Blocks:
+    cells = scaled_cells(report)
+    shares = [c.relative.efficiency_single for c in cells if c.relative.efficiency_single]
+    best = f", at best {percent(max(shares))} of linear" if shares else ""
+    title = f"Scaling efficiency of {plural(len(cells), 'cell')}{best}"
+    return dataclasses.replace(EFFICIENCY, folded=title).blocks(report)
 
 
 def batch_column() -> ReportColumn[CellResult]:
@@ -375,3 +362,20 @@ def batch_column() -> ReportColumn[CellResult]:
         return ui.Td([size, " weak"] if cell.cell.regime == "weak" else size)
 
     return ReportColumn("Batch", make, "samples", "global batch")
+
+
+_ON_ONE = "on one device, 95 % interval"
+EFFICIENCY: Numbers[RunReport] = Numbers(
+    "efficiency",
+    "Scaling efficiency",
+    scaled_cells,
+    lambda _: [
+        word("Scaling", "regime"),
+        word("Precision", "precision"),
+        batch_column(),
+        ReportColumn("Against itself", with_interval("efficiency_own"), _ON_ONE),
+        ReportColumn("Against the plain process", with_interval("efficiency_single"), _ON_ONE),
+    ],
+    note="efficiency",
+)
+SCALING_PANELS: tuple[Panel[RunReport], ...] = (Panel(scaling_charts, "scaling", more=_efficiency),)

@@ -1,32 +1,36 @@
+"""Time: parts of a profiled step, bytes sent, bubbles of pipelines, experts, checkpoints."""
+
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 from harness.analysis.cell_result import CellResult
-from harness.analysis.utilization import PARTS, GpuTime, gpu_time
-from harness.record.profile_record import COMPONENTS, SPLIT, ProfileRecord
+from harness.analysis.utilization import PARTS
+from harness.record.profile_record import COMPONENTS, SPLIT
 from harness.spec.text import plural
 from reports import blocks as ui
-from reports.bar_chart import MOST_ROWS, Bar, Bars, first_few, omitted
+from reports.bar_chart import MOST_ROWS, Bar, Bars, bars_of
 from reports.blocks import phrase, prose
 from reports.columns import (
+    AnyColumn,
     ReportColumn,
     cell_table,
     computed,
-    device_columns,
     figure,
     in_mebibytes,
     mebibytes,
+    milliseconds,
     throughput_column,
     word,
+    words,
 )
 from reports.groups import Group, by_setting
-from reports.memory_sections import MOST_CHARTS
 from reports.names import chart_name, main_workload, marks, named, notes_for
-from reports.text import DASH, number, percent, plain, scaled, signed
+from reports.run_facts import StepProfile
+from reports.run_report import RunReport
+from reports.sections import Numbers, Panel
+from reports.text import DASH, listed, number, percent, plain, scaled, signed
 
 WORDS = {
     "compute": "compute",
@@ -35,65 +39,6 @@ WORDS = {
     "offload": "offload I/O",
 }
 AT_BOUND = 1.02
-TERA = 1e12
-_NUMBERS = "All cells in numbers"
-
-
-@dataclass(frozen=True)
-class StepProfile:
-    result: CellResult
-    parts: Mapping[str, float | None]
-    """Seconds by part of the step, overlaps included; mean of the ranks."""
-    plain_step: float
-    """Unprofiled step of the slowest rank, in seconds."""
-    profiled_step: float
-    straggler: int | None
-    logical_bytes: float | None
-    """Bytes per step that a rank's collectives must send in theory; mean of the ranks."""
-    off_theory: float | None
-    """Those bytes over the strategy's formula, minus 1."""
-    off_algorithm: float | None
-    """Socket bytes over those of the backend's algorithm, minus 1."""
-    peak: Mapping[str, int | None]
-    """Bytes at the peak by kind and in total (`tracked`), of the fullest rank."""
-    private: int | None
-    """Peak bytes of the step, measured as in trials."""
-    gpu: GpuTime | None
-
-
-def profiled(cells: Iterable[CellResult], profiles: Iterable[ProfileRecord]) -> list[StepProfile]:
-    newest = {profile.cell_id: profile for profile in profiles if profile.status == "ok"}
-    return [_profiled(cell, newest[cell.cell_id]) for cell in cells if cell.cell_id in newest]
-
-
-def _profiled(cell: CellResult, profile: ProfileRecord) -> StepProfile:
-    logical, theory = _mean(profile.logical_bytes), profile.theory_bytes
-    sent, algorithm = _mean(profile.sent_bytes), _mean(profile.algorithm_bytes)
-    parts = (*COMPONENTS, "overlapped", "operators")
-    return StepProfile(
-        cell,
-        parts={name: _mean(getattr(profile, f"{name}_seconds")) for name in parts},
-        plain_step=profile.plain_step_seconds or 0.0,
-        profiled_step=profile.profiled_step_seconds or 0.0,
-        straggler=profile.straggler,
-        logical_bytes=logical,
-        off_theory=logical / theory - 1 if logical is not None and theory else None,
-        off_algorithm=sent / algorithm - 1 if sent is not None and algorithm else None,
-        peak={
-            kind: max(getattr(profile, f"peak_{kind}_bytes"), default=None)
-            for kind in (*SPLIT, "tracked")
-        },
-        private=max(profile.private_bytes, default=None),
-        gpu=gpu_time(
-            profile,
-            cell.work.flops_per_step and cell.work.flops_per_step / cell.cell.devices,
-            cell.work.matmul_flops_per_second,
-        ),
-    )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
 
 
 def _by_setting(profiles: Iterable[StepProfile]) -> list[list[StepProfile]]:
@@ -104,8 +49,8 @@ def _by_setting(profiles: Iterable[StepProfile]) -> list[list[StepProfile]]:
     ]
 
 
-def part_bars(profiles: Sequence[StepProfile]) -> list[Bars]:
-    groups = _by_setting(profiles)
+def part_bars(report: RunReport) -> list[Bars]:
+    groups = _by_setting(report.profiled)
     main = groups[0][0].result.cell.workload_name if groups else ""
     return [
         _part_bars(group, f"parts-{i}", Group((group[0].result,)).short_title(main))
@@ -114,16 +59,15 @@ def part_bars(profiles: Sequence[StepProfile]) -> list[Bars]:
 
 
 def _part_bars(profiles: Sequence[StepProfile], name: str, title: str) -> Bars:
-    bars = [_part_bar(profile) for profile in profiles[:MOST_ROWS]]
-    cells = [profile.result for profile in profiles]
-    return Bars(
+    bars = list(map(_part_bar, profiles[:MOST_ROWS]))
+    return bars_of(
         name,
         title,
         "mean of the ranks (ms)",
-        tuple(bars),
-        f"Parts of a profiled step of {plural(len(cells), 'cell')}, {title}, shortest first:"
-        f" {first_few(bars, 5)}",
-        notes_for(cells) + omitted(len(cells)),
+        profiles,
+        _part_bar,
+        f"Parts of a profiled step of {plural(len(profiles), 'cell')}, {title}, shortest first",
+        notes_for([profile.result for profile in profiles]),
         kinds=COMPONENTS,
         limit=max(max(bar.value or 0.0, bar.target or 0.0) for bar in bars) * 1.04,
     )
@@ -143,61 +87,24 @@ def _part_bar(profile: StepProfile) -> Bar:
     )
 
 
-def profile_blocks(profiles: Sequence[StepProfile]) -> ui.Blocks:
-    charts = [ui.Chart(bars) for bars in part_bars(profiles)[:MOST_CHARTS]]
-    gpu = ui.Part("", [_gpu_table(profiles)], prose("gpu"))
-    blocks: ui.Blocks = [
-        ui.Charts(charts, prose("legend parts")),
-        ui.Details(_NUMBERS, [_parts_table(profiles)]),
-        ui.Details("What fills the memory at the peak", [_peak_table(profiles)]),
-        ui.Details("What the GPUs do in a step", [gpu]),
-    ]
-    return [ui.Part("", blocks, prose("parts"))]
+def _profiles(
+    measured: Callable[[StepProfile], object] = lambda profile: True,
+) -> Callable[[RunReport], list[StepProfile]]:
+    """Returns a function that lists a report's measured profiles by setting."""
+
+    def rows(report: RunReport) -> list[StepProfile]:
+        chosen = [profile for profile in report.profiled if measured(profile)]
+        return [profile for group in _by_setting(chosen) for profile in group]
+
+    return rows
 
 
-def _profile_table(
-    name: str,
-    label: str,
-    profiles: Sequence[StepProfile],
-    columns: Sequence[ReportColumn[StepProfile]],
-) -> ui.Table:
-    by_id = {profile.result.cell_id: profile for profile in profiles}
-    cells = [profile.result for profile in profiles]
-
-    def of_cell(column: ReportColumn[StepProfile]) -> ReportColumn[CellResult]:
-        return ReportColumn(
-            column.title, lambda cell: column.make(by_id[cell.cell_id]), column.unit, column.tip
-        )
-
-    first = [word("Workload", "workload"), *device_columns(cells)]
-    return cell_table(name, label, cells, [*first, *map(of_cell, columns)])
-
-
-def _parts_table(profiles: Sequence[StepProfile]) -> ui.Table:
-    rows = [profile for group in _by_setting(profiles) for profile in group]
-    straggling = "slower than the others by more than 15 %"
-    sockets = "bytes on the sockets over those of the backend's algorithm"
-    columns: list[ReportColumn[StepProfile]] = [
-        *map(_part_column, (*COMPONENTS, "overlapped", "operators")),
-        _seconds("Step", "profiled_ms", "profiled_step", "profiled, slowest rank"),
-        _seconds("Plain step", "plain_ms", "plain_step", "without the profiler"),
-        figure("Straggler", "straggler", _rank, "rank", straggling),
-        mebibytes(
-            "Must send", "logical_bytes", "by theory, for the collectives it calls", "MiB per rank"
-        ),
-        figure("Off the formula", "off_theory", signed, tip="of the strategy"),
-        figure("Sent, off the algorithm", "off_algorithm", signed, tip=sockets),
-    ]
-    return _profile_table("parts-table", "Parts of a step", rows, columns)
-
-
-def _rank(rank: float | None) -> str:
-    return DASH if rank is None else plain(rank)
-
-
-def _seconds(title: str, field: str, attribute: str, tip: str) -> ReportColumn[StepProfile]:
-    def value(profile: StepProfile) -> float:
-        return float(getattr(profile, attribute)) * 1e3
+def _in_milliseconds(
+    title: str, field: str, seconds: Callable[[StepProfile], float | None], tip: str
+) -> ReportColumn[StepProfile]:
+    def value(profile: StepProfile) -> float | None:
+        found = seconds(profile)
+        return found and found * 1e3
 
     return computed(title, field, value, number, "ms", tip)
 
@@ -207,44 +114,21 @@ def _part_column(name: str) -> ReportColumn[StepProfile]:
         "overlapped": "communication in flight during other parts; not included in the sum",
         "operators": "part of the step during which an operator ran",
     }
-
-    def value(profile: StepProfile) -> float | None:
-        seconds = profile.parts[name]
-        return seconds and seconds * 1e3
-
     title = WORDS.get(name, name).capitalize()
-    return computed(title, f"{name}_ms", value, number, "ms", tips.get(name, ""))
+    return _in_milliseconds(title, f"{name}_ms", lambda p: p.parts[name], tips.get(name, ""))
 
 
-def _peak_table(profiles: Sequence[StepProfile]) -> ui.Table:
-    measured = [profile for profile in profiles if profile.peak["tracked"] is not None]
-    rows = [profile for group in _by_setting(measured) for profile in group]
-
-    def of_kind(kind: str, title: str = "", tip: str = "") -> ReportColumn[StepProfile]:
-        return computed(
-            title or kind.capitalize(),
-            f"peak_{kind}",
-            lambda profile: profile.peak[kind],
-            in_mebibytes,
-            "MiB",
-            tip,
-        )
-
-    columns: list[ReportColumn[StepProfile]] = [
-        *map(of_kind, SPLIT),
-        of_kind("tracked", "Tensors", "at their peak"),
-        mebibytes("Private memory", "private", "peak of the same step as trials measure it"),
-    ]
-    return _profile_table("peak-table", "What fills the memory at the peak", rows, columns)
+def _rank(rank: float | None) -> str:
+    return DASH if rank is None else plain(rank)
 
 
-def _gpu_table(profiles: Sequence[StepProfile]) -> ui.Table:
-    measured = [profile for profile in profiles if profile.gpu]
-    rows = [profile for group in _by_setting(measured) for profile in group]
-    names = [name for name in PARTS if any(p.gpu and name in p.gpu.seconds for p in rows)]
+def _peak_column(kind: str, title: str = "", tip: str = "") -> ReportColumn[StepProfile]:
+    title = title or kind.capitalize()
+    return computed(title, f"peak_{kind}", lambda p: p.peak[kind], in_mebibytes, "MiB", tip)
 
-    def step(profile: StepProfile) -> float | None:
-        return profile.gpu.step_seconds * 1e3 if profile.gpu else None
+
+def _gpu_columns(profiles: Sequence[StepProfile]) -> list[AnyColumn]:
+    names = [name for name in PARTS if any(p.gpu and name in p.gpu.seconds for p in profiles)]
 
     def share(name: str) -> ReportColumn[StepProfile]:
         def value(profile: StepProfile) -> float | None:
@@ -254,8 +138,64 @@ def _gpu_table(profiles: Sequence[StepProfile]) -> ui.Table:
         return computed(PARTS[name].capitalize(), f"gpu_{name}_percent", value, unit="%")
 
     tip = "without the profiler's overhead"
-    columns = [computed("Step", "gpu_step_ms", step, unit="ms", tip=tip), *map(share, names)]
-    return _profile_table("gpu-table", "What the GPUs do in a step", rows, columns)
+    step = _in_milliseconds(
+        "Step", "gpu_step_ms", lambda p: p.gpu.step_seconds if p.gpu else None, tip
+    )
+    return [step, *map(share, names)]
+
+
+PARTS_TABLE: Numbers[RunReport] = Numbers(
+    "parts-table",
+    "Parts of a step",
+    _profiles(),
+    lambda _: [
+        *map(_part_column, (*COMPONENTS, "overlapped", "operators")),
+        _in_milliseconds(
+            "Step", "profiled_ms", lambda p: p.profiled_step, "profiled, slowest rank"
+        ),
+        _in_milliseconds("Plain step", "plain_ms", lambda p: p.plain_step, "without the profiler"),
+        figure("Straggler", "straggler", _rank, "rank", "slower than the others by more than 15 %"),
+        mebibytes(
+            "Must send", "logical_bytes", "by theory, for the collectives it calls", "MiB per rank"
+        ),
+        figure("Off the formula", "off_theory", signed, tip="of the strategy"),
+        figure(
+            "Sent, off the algorithm",
+            "off_algorithm",
+            signed,
+            tip="bytes on the sockets over those of the backend's algorithm",
+        ),
+    ],
+)
+PEAK_TABLE: Numbers[RunReport] = Numbers(
+    "peak-table",
+    "What fills the memory at the peak",
+    _profiles(lambda profile: profile.peak["tracked"] is not None),
+    lambda _: [
+        *map(_peak_column, SPLIT),
+        _peak_column("tracked", "Tensors", "at their peak"),
+        mebibytes("Private memory", "private", "peak of the same step as trials measure it"),
+    ],
+    folded="What fills the memory at the peak",
+)
+GPU_TABLE: Numbers[RunReport] = Numbers(
+    "gpu-table",
+    "What the GPUs do in a step",
+    _profiles(lambda profile: profile.gpu),
+    _gpu_columns,
+    folded="What the GPUs do in a step",
+    note="gpu",
+)
+PART_PANELS: tuple[Panel[RunReport], ...] = (
+    Panel(part_bars, "legend parts", [PARTS_TABLE, PEAK_TABLE, GPU_TABLE], note="parts"),
+)
+
+
+def parts_line(report: RunReport) -> str:
+    profile = report.profiled[0]
+    whole = profile.profiled_step or 1.0
+    shares = [f"{percent((profile.parts[kind] or 0.0) / whole)} {WORDS[kind]}" for kind in WORDS]
+    return f"of a step of {named(profile.result)}, {listed(shares[:2])}"
 
 
 def utilization(cell: CellResult) -> str:
@@ -271,7 +211,7 @@ def utilization(cell: CellResult) -> str:
 
 
 def _teraflops(rate: float | None) -> str:
-    return f"{scaled(rate, 1 / TERA)} TFLOP/s"
+    return f"{scaled(rate, 1e-12)} TFLOP/s"
 
 
 def with_traffic(cells: Sequence[CellResult]) -> list[CellResult]:
@@ -301,90 +241,36 @@ def bound(cell: CellResult) -> float | None:
     return 2 * (ranks - 1) / ranks
 
 
-def traffic_bars(cells: Sequence[CellResult]) -> list[Bars]:
-    groups = [group for group in by_setting(with_traffic(cells)) if len(group.rows) > 1]
-    return [
-        _traffic_bars(group, f"traffic-{i}", group.short_title(groups[0].workload))
-        for i, group in enumerate(groups)
-    ]
+def traffic_bars(report: RunReport) -> list[Bars]:
+    """Returns a chart per setting; none for a search, whose cells have models of their own."""
+    if report.is_search:
+        return []
 
-
-def _traffic_bars(group: Group[CellResult], name: str, title: str) -> Bars:
-    cells = sorted(group.rows, key=sent)
-    bars = []
-    for cell in cells[:MOST_ROWS]:
+    def bar(cell: CellResult) -> Bar:
         limit, value = bound(cell), sent(cell)
         strong = limit is not None and value <= limit * AT_BOUND
         text = f"{number(value)} x"
-        bars.append(Bar(named(cell), value, text, strong=strong, marks=marks(cell), target=limit))
-    return Bars(
-        name,
-        title,
-        "sent per step (multiples of the gradients)",
-        tuple(bars),
-        f"Bytes sent per rank and step in multiples of the gradients, {title}, least first:"
-        f" {first_few(bars, 5)}",
-        notes_for(cells) + omitted(len(cells)),
-    )
+        return Bar(named(cell), value, text, strong=strong, marks=marks(cell), target=limit)
+
+    groups = [group for group in by_setting(with_traffic(report.cells)) if len(group.rows) > 1]
+    titles = [group.short_title(groups[0].workload) for group in groups]
+    return [
+        bars_of(
+            f"traffic-{i}",
+            title,
+            "sent per step (multiples of the gradients)",
+            sorted(group.rows, key=sent),
+            bar,
+            f"Bytes sent per rank and step in multiples of the gradients, {title}, least first",
+            notes_for(group.rows),
+        )
+        for i, (group, title) in enumerate(zip(groups, titles, strict=True))
+    ]
 
 
 def _over_bound(cell: CellResult) -> float | None:
     limit = bound(cell)
     return None if limit is None else sent(cell) / limit
-
-
-def _traffic_table(cells: Sequence[CellResult]) -> ui.Table:
-    groups = by_setting(with_traffic(cells))
-    rows = [cell for group in groups for cell in sorted(group.rows, key=sent)]
-    parameters = "4 bytes for each trained parameter"
-    ring = "2 (N - 1) / N for N data-parallel ranks"
-    columns = [
-        word("Workload", "workload"),
-        figure("Ranks", "processes", plain),
-        word("Precision", "precision"),
-        mebibytes("Sent", "sent_bytes_per_step", "by the rank that sends most", "MiB per step"),
-        computed("Sent", "sent_over_gradients", sent, unit="x gradients", tip=parameters),
-        computed("Ring bound", "ring_bound", bound, unit="x gradients", tip=ring),
-        computed("Sent / bound", "sent_over_bound", _over_bound),
-    ]
-    return cell_table("traffic-table", "Bytes sent per rank and step", rows, columns)
-
-
-def offload_table(cells: Sequence[CellResult]) -> ui.Table:
-    rows = [
-        cell
-        for cell in cells
-        if cell.status == "ok" and cell.traffic.offload_kept_bytes is not None
-    ]
-    columns = [
-        word("Workload", "workload"),
-        *device_columns(rows),
-        mebibytes(
-            "Read", "offload_read_bytes_per_step", "from the disk, all ranks", "MiB per step"
-        ),
-        mebibytes(
-            "Written", "offload_written_bytes_per_step", "to the disk, all ranks", "MiB per step"
-        ),
-        mebibytes("In the folder", "offload_kept_bytes", "size of its files"),
-        mebibytes("In memory", "state_bytes", "states of the fullest rank between steps"),
-        mebibytes("Peak", "peak_memory_bytes", "of the fullest device"),
-        throughput_column(rows),
-    ]
-    return cell_table("offload-table", "States on a disk", rows, columns)
-
-
-def traffic_blocks(cells: Sequence[CellResult], one_model: bool = True) -> ui.Blocks:
-    """Returns bytes sent against a ring all-reduce, and bytes to disk.
-
-    `one_model`: see `states_blocks`.
-    """
-    charts = [ui.Chart(bars) for bars in traffic_bars(cells)[:MOST_CHARTS]] if one_model else []
-    limits = bounds_in_words(cells)
-    ring = phrase(" ", prose("ring", limits=limits)) if limits else ""
-    about = phrase(prose("traffic"), ring)
-    sent: ui.Blocks = [ui.Charts(charts), ui.Details(_NUMBERS, [_traffic_table(cells)])]
-    disk = ui.Part("States on a disk", [offload_table(cells)], prose("disk"))
-    return [ui.Part("", sent, about), disk]
 
 
 def bounds_in_words(cells: Sequence[CellResult]) -> str:
@@ -397,78 +283,161 @@ def bounds_in_words(cells: Sequence[CellResult]) -> str:
     return ", ".join(f"{number(limits[n])} x for {plural(n, 'rank')}" for n in sorted(limits))
 
 
+def _traffic_note(report: RunReport) -> ui.Words:
+    limits = bounds_in_words(report.cells)
+    return phrase(prose("traffic"), phrase(" ", prose("ring", limits=limits)) if limits else "")
+
+
+def _traffic_rows(report: RunReport) -> list[CellResult]:
+    groups = by_setting(with_traffic(report.cells))
+    return [cell for group in groups for cell in sorted(group.rows, key=sent)]
+
+
+TRAFFIC: Numbers[RunReport] = Numbers(
+    "traffic-table",
+    "Bytes sent per rank and step",
+    _traffic_rows,
+    lambda _: [
+        mebibytes("Sent", "sent_bytes_per_step", "by the rank that sends most", "MiB per step"),
+        computed(
+            "Sent",
+            "sent_over_gradients",
+            sent,
+            unit="x gradients",
+            tip="4 bytes for each trained parameter",
+        ),
+        computed(
+            "Ring bound",
+            "ring_bound",
+            bound,
+            unit="x gradients",
+            tip="2 (N - 1) / N for N data-parallel ranks",
+        ),
+        computed("Sent / bound", "sent_over_bound", _over_bound),
+    ],
+    first=lambda _: [
+        word("Workload", "workload"),
+        figure("Ranks", "processes", plain),
+        word("Precision", "precision"),
+    ],
+)
+OFFLOAD: Numbers[RunReport] = Numbers(
+    "offload-table",
+    "States on a disk",
+    lambda report: [
+        cell
+        for cell in report.cells
+        if cell.status == "ok" and cell.traffic.offload_kept_bytes is not None
+    ],
+    lambda rows: [
+        mebibytes(
+            "Read", "offload_read_bytes_per_step", "from the disk, all ranks", "MiB per step"
+        ),
+        mebibytes(
+            "Written", "offload_written_bytes_per_step", "to the disk, all ranks", "MiB per step"
+        ),
+        mebibytes("In the folder", "offload_kept_bytes", "size of its files"),
+        mebibytes("In memory", "state_bytes", "states of the fullest rank between steps"),
+        mebibytes("Peak", "peak_memory_bytes", "of the fullest device"),
+        throughput_column(rows),
+    ],
+    folded="",
+)
+TRAFFIC_PANELS: tuple[Panel[RunReport], ...] = (
+    Panel(traffic_bars, tables=[TRAFFIC], note=_traffic_note),
+    Panel(tables=[OFFLOAD], title="States on a disk", note="disk"),
+)
+
+
+def traffic_line(report: RunReport) -> str:
+    sending = {cell.cell_id for cell in with_traffic(report.cells)}
+    return "a rank sends " + report.from_to(
+        lambda cell: sent(cell) if cell.cell_id in sending else None, "x the gradients"
+    )
+
+
 def bubble_theory(stages: int, micro_batches: int) -> float:
     """Returns (p - 1) / (m + p - 1), p stages, m micro-batches (Huang et al., arXiv 1811.06965)."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-def bubble_bars(cells: Sequence[CellResult]) -> Bars | None:
+def bubble_bars(report: RunReport) -> list[Bars]:
     """Charts measured and theoretical bubbles in %, smallest first."""
     measured = [
         (cell.times.bubble_fraction, bubble_theory(stages, cell.cell.micro_batches), cell)
-        for cell in cells
+        for cell in report.cells
         if cell.times.bubble_fraction is not None
         and (stages := cell.placement.pipeline_parallel or 0) > 1
     ]
     if not measured:
-        return None
-    measured.sort(key=lambda row: row[0])
-    main = main_workload(cells)
-    bars = []
-    for share, theory, cell in measured[:MOST_ROWS]:
+        return []
+    main = main_workload(report.cells)
+
+    def bar(row: tuple[float, float, CellResult]) -> Bar:
+        share, theory, cell = row
         text = f"{percent(share)} ({percent(theory)})"
         label = chart_name(cell, main)
-        bars.append(Bar(label, share * 100, text, marks=marks(cell), target=theory * 100))
-    return Bars(
-        "bubble",
-        "Share of stage time spent waiting",
-        "bubble (% of stage time), in brackets the theory's",
-        tuple(bars),
-        "Pipeline bubble, measured and in brackets by theory: " + first_few(bars, 8),
-        notes_for([cell for *_, cell in measured]) + omitted(len(measured)),
-    )
+        return Bar(label, share * 100, text, marks=marks(cell), target=theory * 100)
+
+    return [
+        bars_of(
+            "bubble",
+            "Share of stage time spent waiting",
+            "bubble (% of stage time), in brackets the theory's",
+            sorted(measured, key=lambda row: row[0]),
+            bar,
+            "Pipeline bubble, measured and in brackets by theory",
+            notes_for([cell for *_, cell in measured]),
+        )
+    ]
 
 
-def bubble_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
-    bars = bubble_bars(cells)
-    return [ui.Charts([ui.Chart(bars)] if bars else [], prose("bubble"))]
+def bubble_line(report: RunReport) -> str:
+    waiting = [cell for cell in report.cells if cell.times.bubble_fraction is not None]
+    ends = _range([100 * (cell.times.bubble_fraction or 0.0) for cell in waiting])
+    return report.unless_most(waiting, f"{ends} % of a stage's time is spent waiting")
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = number(min(values, default=0.0)), number(max(values, default=0.0))
+    return low if low == high else f"{low} to {high}"
 
 
 def routed(cells: Sequence[CellResult]) -> list[CellResult]:
-    known = [cell for cell in cells if cell.traffic.expert_imbalance is not None]
-    return sorted(known, key=lambda cell: (cell.cell.workload_name, cell.traffic.expert_imbalance))
+    """Returns cells with experts by workload, the most balanced first."""
+    found = [cell for cell in cells if cell.traffic.expert_imbalance is not None]
+    return sorted(found, key=lambda cell: (cell.cell.workload_name, cell.traffic.expert_imbalance))
 
 
-def imbalance_bars(cells: Sequence[CellResult]) -> Bars | None:
-    known = routed(cells)
-    if not known:
-        return None
-    main = main_workload(known)
-    bars = [
-        Bar(chart_name(cell, main), value, number(value), marks=marks(cell), target=1.0)
-        for cell in known[:MOST_ROWS]
-        if (value := cell.traffic.expert_imbalance) is not None
-    ]
-    return Bars(
+def expert_bars(report: RunReport) -> list[Bars]:
+    """Charts the imbalance of cells, and tokens of each workload's first cell, since equal
+    trainings route equally."""
+    cells = routed(report.cells)
+    if not cells:
+        return []
+    main = main_workload(cells)
+
+    def bar(cell: CellResult) -> Bar:
+        value = cell.traffic.expert_imbalance or 0.0
+        return Bar(chart_name(cell, main), value, number(value), marks=marks(cell), target=1.0)
+
+    imbalance = bars_of(
         "expert-imbalance",
         "Imbalance of experts",
         "tokens of the busiest expert over the mean of its block",
-        tuple(bars),
-        "Tokens of the busiest expert over the mean of its block: " + first_few(bars, 8),
-        notes_for(known) + omitted(len(known)),
+        cells,
+        bar,
+        "Tokens of the busiest expert over the mean of its block",
+        notes_for(cells),
     )
-
-
-def token_bars(cells: Sequence[CellResult]) -> list[Bars]:
-    """Charts each workload's first cell; equal trainings route equally."""
     first: dict[str, CellResult] = {}
-    for cell in cells:
+    for cell in report.cells:
         if cell.traffic.expert_tokens:
             first.setdefault(cell.cell.workload_name, cell)
-    return [_tokens_of(cell) for cell in first.values()]
+    return [imbalance, *map(_token_bars, first.values())]
 
 
-def _tokens_of(cell: CellResult) -> Bars:
+def _token_bars(cell: CellResult) -> Bars:
     blocks: list[list[int]] = json.loads(cell.traffic.expert_tokens or "[]")
     bars = [
         Bar(
@@ -480,24 +449,62 @@ def _tokens_of(cell: CellResult) -> Bars:
         for block, experts in enumerate(blocks)
         for expert, tokens in enumerate(experts)
     ]
-    return Bars(
+    return bars_of(
         f"expert-tokens-{cell.cell_id}",
         f"Tokens of each expert: {cell.cell.workload_name}, {cell.cell.label}",
         "tokens in the last warm-up step",
-        tuple(bars[:MOST_ROWS]),
-        f"Tokens of each expert of {cell.cell.workload_name}: " + first_few(bars, 8),
-        omitted(len(bars)),
+        bars,
+        lambda bar: bar,
+        f"Tokens of each expert of {cell.cell.workload_name}",
     )
 
 
-def experts_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
-    imbalance = imbalance_bars(cells)
-    charts = [ui.Chart(bars) for bars in (imbalance, *token_bars(cells)) if bars and imbalance]
+def _experts_table(report: RunReport) -> ui.Blocks:
     columns = [
         word("workload", "workload"),
         figure("busiest expert / mean", "expert_imbalance"),
         word("tokens of each expert by block", "expert_tokens"),
     ]
-    label = "Tokens of each expert"
-    table = cell_table("", label, routed(cells), columns, "cell", lambda cell: cell.cell.name)
-    return [ui.Charts(charts, prose("experts")), ui.Only("text", [table])]
+    cells = routed(report.cells)
+    table = cell_table(
+        "", "Tokens of each expert", cells, columns, "cell", lambda cell: cell.cell.name
+    )
+    return [ui.Only("text", [table])]
+
+
+EXPERT_PANELS: tuple[Panel[RunReport], ...] = (Panel(expert_bars, "experts", more=_experts_table),)
+
+
+def experts_line(report: RunReport) -> str:
+    cells = routed(report.cells)
+    ends = _range([cell.traffic.expert_imbalance or 0.0 for cell in cells])
+    return report.unless_most(cells, f"the busiest gets {ends} times the mean tokens")
+
+
+def _restored(title: str, attribute: str) -> ReportColumn[CellResult]:
+    texts = {True: "restored", False: "not restored", None: ""}
+    return ReportColumn(title, lambda cell: words(texts[cell.column(attribute)]))
+
+
+CHECKPOINTS: Numbers[RunReport] = Numbers(
+    "checkpoint-table",
+    "Checkpoints",
+    lambda report: [cell for cell in report.cells if cell.checkpoint.checkpoint_bytes is not None],
+    lambda _: [
+        word("Restart", "outcome"),
+        word("Parity", "parity_verdict"),
+        milliseconds("Save", "checkpoint_save_seconds", "slowest rank"),
+        milliseconds("Blocked", "checkpoint_blocked_seconds", "time in which it could not train"),
+        milliseconds("Load", "checkpoint_load_seconds", "slowest rank; unknown if within set-up"),
+        mebibytes("On disk", "checkpoint_bytes", "size of its files"),
+        figure("Files", "checkpoint_files", plain),
+        _restored("Bit by bit", "checkpoint_restores_bits"),
+        _restored("Random state", "checkpoint_restores_random"),
+    ],
+    folded="",
+    first=lambda _: [],
+)
+
+
+def has_checkpoints(report: RunReport) -> bool:
+    return any(cell.cell.checkpoint != "none" for cell in report.cells)

@@ -2,68 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from harness.analysis.answer import Answer, why_no_advice, why_no_more_trials
+from harness.analysis.answer import why_no_advice, why_no_more_trials
 from harness.analysis.cell_result import CellResult
 from harness.spec.text import plural
 from reports import blocks as ui
-from reports.blocks import data, phrase, prose, strong
-from reports.columns import ReportColumn, cell_table, mebibytes, throughput_column, word, words
-from reports.groups import RankedCell, RankedGroup, fairly_timed, of_real_things, tied_with_fastest
-from reports.names import cell_name, disturbance, gpu_findings
+from reports.blocks import BREAK, data, phrase, prose, small, strong
+from reports.columns import (
+    ReportColumn,
+    cell_table,
+    gained,
+    interval,
+    mebibytes,
+    over_baseline,
+    throughput_column,
+    word,
+    words,
+)
+from reports.groups import (
+    RankedCell,
+    RankedGroup,
+    biggest,
+    fairly_timed,
+    of_real_things,
+    tied_with_fastest,
+)
+from reports.names import OVERSUBSCRIBED, cell_name, disturbance, gpu_findings
 from reports.run_report import RunReport
-from reports.text import MIB, number, plain
+from reports.speed_sections import comparable, throughput_bars
+from reports.text import DASH, MIB, number, plain
 
 
-@dataclass(frozen=True)
-class Pick:
-    """The best cell in one respect, as text."""
-
-    row: RankedCell
-    value: str
-    interval: str
-    tied: tuple[RankedCell, ...] = ()
-
-
-@dataclass(frozen=True)
-class GroupVerdict:
-    group: RankedGroup
-    fastest: Pick
-    frugal: Pick | None
+def fastest(group: RankedGroup) -> tuple[RankedCell, list[RankedCell]]:
+    """Returns the advised cell, or else the fastest fairly timed one, and those tied with it."""
+    if advised := group.advised:
+        ids = {cell.cell_id for cell in advised.may_be_fastest}
+        use = next(row for row in group.rows if row.cell_id == advised.advice[0].cell.cell_id)
+        return use, [row for row in group.rows if row.cell_id in ids and row is not use]
+    fair = fairly_timed(group.rows)
+    return fair[0], tied_with_fastest(fair)
 
 
-def verdict(group: RankedGroup) -> GroupVerdict:
-    timed = fairly_timed(group)
-    tied = tuple(tied_with_fastest(timed))
-    return GroupVerdict(group, fast(group, timed[0], tied), _frugal(of_real_things(group)))
+def frugal(group: RankedGroup) -> RankedCell | None:
+    """Returns the cell with the lowest peak memory, without stand-ins."""
+
+    def order(cell: RankedCell) -> tuple[int, float]:
+        return cell.memory.peak_memory_bytes or 0, -(cell.speed.samples_per_second or 0.0)
+
+    genuine = of_real_things(group.rows)
+    measured = [cell for cell in genuine if cell.memory.peak_memory_bytes is not None]
+    return min(measured, key=order, default=None)
 
 
-def fast(group: RankedGroup, cell: RankedCell, tied: tuple[RankedCell, ...]) -> Pick:
+def rate_text(group: RankedGroup, cell: RankedCell) -> str:
+    """Returns `3,200 tokens/s, 95 % interval 3,100 to 3,300, 3 trials`."""
     rate = group.rate(cell)
     interval = "1 trial: no interval"
     if rate.low is not None:
         trials = plural(cell.trials, "trial")
         interval = f"95 % interval {number(rate.low)} to {number(rate.high)}, {trials}"
-    return Pick(cell, f"{number(rate.value)} {group.unit}", interval, tied)
-
-
-def _peak(cell: RankedCell) -> int:
-    assert cell.memory.peak_memory_bytes is not None
-    return cell.memory.peak_memory_bytes
-
-
-def _frugal(genuine: Sequence[RankedCell]) -> Pick | None:
-    cells = [cell for cell in genuine if cell.memory.peak_memory_bytes is not None]
-    if not cells:
-        return None
-    cell = min(cells, key=lambda c: (_peak(c), -(c.speed.samples_per_second or 0.0)))
-    peak, low = _peak(cell), cell.memory.peak_memory_bytes_low
-    interval = "1 trial: no range"
-    if cell.trials > 1 and low is not None:
-        interval = f"largest of {plural(cell.trials, 'trial')}, smallest {number(low / MIB)} MiB"
-    return Pick(cell, f"{number(peak / MIB)} MiB", interval)
+    return f"{number(rate.value)} {group.unit}, {interval}"
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,15 @@ def verdict_blocks(report: RunReport) -> ui.Blocks:
     if report.leading is None:
         nothing = "nothing ranked" if report.cells else "nothing recorded"
         return [ui.Paragraph(prose(nothing), "lead")]
-    best, group, advised = verdict(report.leading), report.leading, report.advised
-    blocks = _lead(best, advised)
+    group = report.leading
+    blocks = _lead(group)
     if len(group.rows) == 1:
         blocks.append(ui.Paragraph(prose("nothing to compare"), "caution"))
     elif group.real and (why := why_no_advice(group.rows)):
         blocks.append(ui.Paragraph(data(f"No advice: {why}."), "caution"))
     if not group.real:
         blocks.append(ui.Paragraph(prose("oversubscribed"), "caution"))
-    roles = _roles(best, advised)
+    roles = _roles(group)
     blocks += _disturbed([row for row, _ in roles])
     blocks.append(_figures(group, roles))
     if coarse := why_no_more_trials(group.rows):
@@ -121,11 +121,10 @@ Roles = list[tuple[CellResult, str]]
 """Cells of the verdict, each once, with their roles."""
 
 
-def _roles(best: GroupVerdict, advised: Answer | None) -> Roles:
-    picks = [(best.fastest.row, "Fastest")]
-    picks += [(best.frugal.row, "Least memory")] if best.frugal else []
-    cells: list[tuple[CellResult, str]] = [*picks]
-    if advised:
+def _roles(group: RankedGroup) -> Roles:
+    cells: list[tuple[CellResult, str]] = [(fastest(group)[0], "Fastest")]
+    cells += [(least, "Least memory")] if (least := frugal(group)) else []
+    if advised := group.advised:
         cells = [(advice.cell, advice.role) for advice in advised.advice]
         cells += [(advised.baseline, "Baseline")] if advised.baseline else []
     by_id = {cell.cell_id: cell for cell, _ in cells}
@@ -173,19 +172,18 @@ def _largest_verdict(report: RunReport) -> ui.Blocks:
     ]
 
 
-def _lead(best: GroupVerdict, advised: Answer | None) -> ui.Blocks:
-    group = best.group
+def _lead(group: RankedGroup) -> ui.Blocks:
     workload = data(group.workload, "strong")
     title = prose("training", workload=workload, details=group.details)
+    advised = group.advised
     if advised is None:
-        tied = best.fastest.tied
-        frugal = best.frugal
+        (best, tied), least = fastest(group), frugal(group)
         words = prose(
             "passed",
             count=plural(len(group.rows), "strategy variant"),
-            fastest=cell_name(best.fastest.row, place=False),
+            fastest=cell_name(best, place=False),
             tied=f", tied with {plural(len(tied), 'other')}" if tied else "",
-            more=phrase("; least memory, ", *cell_name(frugal.row, place=False)) if frugal else "",
+            more=phrase("; least memory, ", *cell_name(least, place=False)) if least else "",
         )
         return [ui.Paragraph(phrase(title, words), "lead")]
     items = []
@@ -244,3 +242,61 @@ def _same_training(parity: ParityCounts | None) -> ui.Blocks:
         diverged=f".{diverged}" if away else "",
     )
     return [ui.Paragraph(words, "small")]
+
+
+def compared(report: RunReport) -> list[RankedGroup]:
+    return [group for group in biggest(report.groups) if len(group.rows) > 1]
+
+
+def settings_line(report: RunReport) -> str:
+    count = plural(len(compared(report)), "setting")
+    return f"what to use in each of {count}, with charts of throughput"
+
+
+def settings_blocks(report: RunReport) -> ui.Blocks:
+    """Returns advice and throughputs of every workload and setting."""
+    groups = compared(report)
+    if len(groups) < 2:
+        return []
+    columns = ui.heads(
+        "Use: prose",
+        "Throughput (95 % interval)",
+        "Over baseline (95 % interval)",
+        "Least memory: prose",
+    )
+    label = "Advice by workload and setting"
+    rows = list(map(_setting_row, groups))
+    charts = [
+        ui.Chart(throughput_bars(group, f"speed-{index}"), title)
+        for index, group, title in comparable(report)
+    ]
+    return [
+        ui.Table("", label, "Workload and setting", columns, rows, "verdicts"),
+        ui.Paragraph(prose("verdicts"), "small"),
+        ui.Charts(charts, prose("ranking")),
+    ]
+
+
+def _setting_row(group: RankedGroup) -> ui.Row:
+    advised, (cell, tied), least = group.advised, fastest(group), frugal(group)
+    use = cell_name(cell, place=False)
+    if advised is None:
+        use = ["fastest: ", *use, BREAK, small(f"no advice: {why_no_advice(group.rows)}")]
+    elif tied:
+        use += [BREAK, small(f"{plural(len(tied), 'other')} may be as fast")]
+    gain = advised.gain if advised else None
+    memory: ui.Words = DASH
+    if least:
+        peak = f"{number((least.memory.peak_memory_bytes or 0) / MIB)} MiB"
+        memory = [*cell_name(least, place=False), BREAK, peak]
+    real = "" if group.real else f" {OVERSUBSCRIBED}"
+    about = small(f"{group.title}, {len(group.rows)} compared")
+    return ui.Row(
+        [data(group.workload), real, BREAK, about],
+        [
+            ui.Td(use, "prose"),
+            interval(cell, group.throughput, with_unit=True),
+            gained(gain.ratio, gain.low, gain.high) if gain else over_baseline(cell),
+            ui.Td(memory, "prose"),
+        ],
+    )

@@ -14,13 +14,21 @@ from harness.analysis.setting import systems
 from harness.analysis.summary import cell_results
 from harness.record.store import Results
 from harness.spec.cell import Cell
+from reports import blocks as ui
 from reports import memory_sections, time_sections
 from reports.blocks import plain_text, spans
-from reports.cells_sections import not_run, overview
-from reports.comparison_sections import launchers, variants
-from reports.groups import find_groups, headline
+from reports.cells_sections import left_out, not_run, system_status, systems_blocks
+from reports.comparison_sections import (
+    launcher_bars,
+    launcher_table,
+    launchers,
+    variants,
+    variants_bars,
+    variants_table,
+)
 from reports.parity_sections import control_levels_in_words, tolerances
-from reports.run_report import all_systems
+from reports.run_report import all_systems, ran
+from reports.text import DASH
 from tests.unit.html_page import Page, page_of
 from tests.unit.made_results import BUCKETS, MIB, rows_of, searched, stored, trial_rows
 
@@ -57,15 +65,17 @@ def test_systems_that_are_not_on_this_host_come_first(
         "21 adapters",
     ], "by their numbers, not as text"
     later = Cell(strategy="late", system="30 later")
-    absent, later_one, part = not_run(all_systems(rows, [later]))
-    assert (absent.system, absent.kind, absent.launched, absent.total) == ("6 Rare", "absent", 0, 3)
-    assert {one.what: len(one.names) for one in absent.reasons} == {
+    missing = not_run(all_systems(rows, [later]))
+    (absent,), (later_one,), (part,) = missing["absent"], missing["none"], missing["part"]
+    assert (absent.name, len(absent.cells)) == ("6 Rare", 3)
+    assert {what: len(names) for (what, _), names in left_out(absent).items()} == {
         "not available here": 2,
         "cannot exist": 1,
     }
-    assert (part.system, part.kind, part.launched, part.total) == ("10 disks", "part", 1, 2)
-    assert (later_one.system, later_one.kind) == ("30 later", "none")
-    assert "resume the run" in later_one.reasons[0].reason
+    assert (part.name, len(part.cells), part.count("ok")) == ("10 disks", 2, 1)
+    assert later_one.name == "30 later"
+    ((_, reason),) = left_out(later_one)
+    assert "resume the run" in reason
     text = sharded_page.text
     assert "Not on this host 6 Rare. Why, and what would change it" in text
     assert text.index("6 Rare none of 3 cells ran") < text.index("10 disks 1 of 2 cells ran")
@@ -74,43 +84,34 @@ def test_systems_that_are_not_on_this_host_come_first(
 
 
 def test_overview_of_systems(sharded_results: Results) -> None:
-    cells = cell_results(sharded_results.trials)
-    groups = find_groups(cells)
-    wrapped, rare, disks, adapters = overview(systems(cells), groups, headline(groups))
-    assert (wrapped.ok, wrapped.total, wrapped.status, wrapped.parity) == (
-        2,
-        2,
-        "all ran",
-        "2 exact",
+    report = ran(sharded_results)
+    _, table, _ = systems_blocks(report)
+    assert isinstance(table, ui.Table)
+    wrapped, rare, disks, adapters = (
+        [plain_text(td.words) for td in row.cells] for row in table.rows
     )
-    assert wrapped.best is not None
-    assert (wrapped.best.row.cell.label, wrapped.best.setting) == ("plain", "")
-    assert wrapped.best.value == "3,200 ± 96 tokens/s"
-    assert (rare.ok, rare.total, rare.status, rare.best, rare.parity) == (
-        0,
-        3,
-        "not on this host",
-        None,
-        "",
-    )
-    assert set(rare.details) == {"2 not available here", "1 cannot exist"}
-    assert (disks.status, disks.best and disks.best.setting) == ("ran in part", "")
-    assert adapters.best is not None
-    assert adapters.best.setting == "llama-mini+nf4+lora · 2 devices · fp32 · batch 8"
+    assert (wrapped[0], wrapped[1], wrapped[4]) == ("all ran", "2 / 2", "2 exact")
+    assert wrapped[2] == "plain, 3,200 ± 96 tokens/s"
+    assert (rare[1], rare[2], rare[4]) == ("0 / 3", DASH, DASH)
+    assert rare[0].startswith("not on this host, ")
+    assert set(rare[0].split(", ")[1:]) == {"2 not available here", "1 cannot exist"}
+    assert disks[0].startswith("ran in part")
+    assert disks[2].count(", ") == 1, "no other setting is named"
+    assert adapters[2].endswith("llama-mini+nf4+lora · 2 devices · fp32 · batch 8")
     halted = [
         dataclasses.replace(cell, status="interrupted")
-        if cell.cell.system == wrapped.name and cell.cell.label != "plain"
+        if cell.cell.system == "3 wrapped" and cell.cell.label != "plain"
         else cell
-        for cell in cells
+        for cell in report.cells
     ]
-    assert overview(systems(halted), groups, headline(groups))[0].status == "ran in part"
-    plain = [cell.varied(system="") for cell in cells]
-    assert overview(systems(plain), groups, headline(groups)) == []
+    assert system_status(systems(halted)[0])[1] == "ran in part"
+    plain = tuple(cell.varied(system="") for cell in report.cells)
+    assert systems_blocks(dataclasses.replace(report, cells=plain)) == []
 
 
 def test_states_against_the_formula(sharded_results: Results) -> None:
     rows = rows_of(sharded_results)
-    (chart,) = memory_sections.state_charts(list(rows.values()))
+    (chart,) = memory_sections.state_charts(ran(sharded_results))
     sharded_, plain, wrapped = chart.bars
     assert (sharded_.label, sharded_.parts, sharded_.target) == (
         "sharded",
@@ -127,10 +128,11 @@ def test_states_against_the_formula(sharded_results: Results) -> None:
         False,
     )
     buffers = {
-        one.names: [row.cell.label for row in one.rows]
-        for one in memory_sections.buffers(list(rows.values()))
+        plain_text(row.head): plain_text(row.cells[0].words)
+        for row in memory_sections.buffers_table(list(rows.values())).rows
     }
-    assert buffers[(BUCKETS, "4.00 MiB"), ("1 smaller one", "8 bytes")] == ["plain", "wrap"]
+    keepers = buffers[f"{BUCKETS}: 4.00 MiB; 1 smaller one: 8 bytes"]
+    assert keepers == "plain x2 llama-mini, wrap x2 llama-mini"
     wrap = rows["wrap llama-mini"]
     much = dataclasses.replace(wrap.states, library_bytes=2000 * MIB, state_bytes=2012 * MIB)
     far = dataclasses.replace(wrap, states=much)
@@ -143,8 +145,7 @@ def test_states_against_the_formula(sharded_results: Results) -> None:
 
 
 def test_uneven_memory_by_rank(sharded_results: Results) -> None:
-    chart = memory_sections.rank_bars(list(rows_of(sharded_results).values()))
-    assert chart is not None
+    (chart,) = memory_sections.rank_bars(ran(sharded_results))
     (bar,) = chart.bars
     assert (bar.label, bar.text) == ("sharded x2 fp32", "1.33 · 100 MiB")
     assert bar.dots == pytest.approx((100 / 75 * 100, 50 / 75 * 100))
@@ -152,7 +153,8 @@ def test_uneven_memory_by_rank(sharded_results: Results) -> None:
 
 def test_traffic_against_the_ring(sharded_results: Results) -> None:
     rows = rows_of(sharded_results)
-    (chart,) = time_sections.traffic_bars(list(rows.values()))
+    report = ran(sharded_results)
+    (chart,) = time_sections.traffic_bars(report)
     assert [(bar.label, bar.value, bar.target, bar.strong) for bar in chart.bars] == [
         ("plain", 1.0, 1.0, True),
         ("wrap", 1.0, 1.0, True),
@@ -169,7 +171,7 @@ def test_traffic_against_the_ring(sharded_results: Results) -> None:
     assert time_sections.bound(all_data) == 1.5
     assert time_sections.bound(half_data) is None, "a rank does not have the whole model"
     assert time_sections.bounds_in_words(list(rows.values())) == "1.00 x for 2 ranks"
-    disk = time_sections.offload_table(list(rows.values()))
+    disk = time_sections.OFFLOAD.table(report)
     (line,) = disk.rows
     shown = {span.field: span.text for td in line.cells for span in spans(td.words)[:1]}
     assert shown["offload_read_bytes_per_step"] == "3.00"
@@ -179,10 +181,10 @@ def test_traffic_against_the_ring(sharded_results: Results) -> None:
 
 def test_wrappers_cost(sharded_results: Results, sharded_page: Page) -> None:
     (one,) = launchers(list(rows_of(sharded_results).values()))
-    assert [bar.label for bar in one.bars.bars] == ["torchrun", "Wrapper"]
+    assert [bar.label for bar in launcher_bars(*one, "x").bars] == ["torchrun", "Wrapper"]
     fast, slow = (
         {span.field: span.value for td in line.cells for span in spans(td.words)}
-        for line in one.table.rows
+        for line in launcher_table(*one, "x").rows
     )
     assert (fast["step_ratio"], fast["extra_seconds"]) == ("1", "0")
     assert float(slow["step_ratio"]) == pytest.approx(1.25, rel=1e-3)
@@ -199,7 +201,7 @@ def test_wrapper_groups_of_the_same_setting_have_different_titles(tmp_path: Path
             Cell(strategy=name, devices=2, micro_batches=parts), [8.0, 8.1], wraps_ddp=name
         )
     ]
-    titles = [one.title for one in launchers(cell_results(stored(tmp_path, rows).trials))]
+    titles = [title for title, _ in launchers(cell_results(stored(tmp_path, rows).trials))]
     plain = "llama-mini · 2 devices · fp32 · batch 8"
     assert sorted(titles) == [plain, f"{plain} · micro_batches=4"]
 
@@ -222,7 +224,7 @@ def test_tolerances_that_differ_in_updates_share_a_row(tmp_path: Path) -> None:
     ]
     rows += trial_rows(Cell(strategy="d", precision="bf16"), [8.0], parity_loss_tolerance=1e-3)
     found = tolerances(cell_results(stored(tmp_path, rows).trials))
-    assert [(one.loss, one.update, one.reason, one.labels) for one in found] == [
+    assert found == [
         ("1.0e-05", "1.0e-04", "", ("a fp32",)),
         ("1.0e-05", "4.0e-04", "why", ("b fp32", "c fp32")),
         ("1.0e-03", "1.0e-03", "", ("d bf16",)),
@@ -230,7 +232,7 @@ def test_tolerances_that_differ_in_updates_share_a_row(tmp_path: Path) -> None:
     (one, _) = tolerances(
         [c for c in cell_results(stored(tmp_path, rows).trials) if c.cell.label != "c"]
     )
-    assert (one.update, one.labels) == ("1.0e-04 to 4.0e-04", ("a fp32", "b fp32"))
+    assert one == ("1.0e-05", "1.0e-04 to 4.0e-04", "", ("a fp32", "b fp32"))
 
 
 def test_a_launcher_with_one_trial_has_no_interval_of_the_control() -> None:
@@ -247,24 +249,25 @@ def test_a_launcher_with_one_trial_has_no_interval_of_the_control() -> None:
 
 
 def test_variants_next_to_their_model(sharded_results: Results) -> None:
-    (one,) = variants(list(rows_of(sharded_results).values()))
-    assert [plain_text(line.head) for line in one.table.rows] == [
+    (cells,) = variants(list(rows_of(sharded_results).values()))
+    table, bars = variants_table(cells, "x"), variants_bars(cells, "x")
+    assert [plain_text(line.head) for line in table.rows] == [
         "llama-mini",
         "llama-mini+nf4+lora",
     ]
-    titles = [column.title for column in one.table.columns]
-    cells = {
+    titles = [column.title for column in table.columns]
+    texts = {
         title: spans(td.words)[0].text
-        for title, td in zip(titles, one.table.rows[1].cells, strict=True)
+        for title, td in zip(titles, table.rows[1].cells, strict=True)
     }
-    assert (cells["Trained"], cells["Of all"], cells["Optimizer"], cells["Distance to fp32"]) == (
+    assert (texts["Trained"], texts["Of all"], texts["Optimizer"], texts["Distance to fp32"]) == (
         "131,072",
         "12 %",
         "1.00",
         "3.0e-03",
     )
-    assert one.bars is not None
-    assert [bar.label for bar in one.bars.bars] == ["llama-mini+nf4+lora", "llama-mini"]
+    assert bars is not None
+    assert [bar.label for bar in bars.bars] == ["llama-mini+nf4+lora", "llama-mini"]
 
 
 def test_largest_trainable_model(tmp_path: Path) -> None:
