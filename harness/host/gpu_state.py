@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
-
 from harness.host.amd import AmdSmi, NoAmdSmi, rocm_version
 from harness.host.gpu_inventory import Gpu, visible_gpus
 from harness.host.nvml import GpuProcess, Handle, Nvml
+from harness.spec.typed_json import parsed
 
 REASONS = (
     "idle",
@@ -213,16 +211,6 @@ def as_json(states: Sequence[GpuState] | Sequence[GpuUse]) -> str | None:
     return json.dumps([asdict(state) for state in states]) if states else None
 
 
-@functools.cache
-def _states() -> TypeAdapter[tuple[GpuState, ...]]:
-    return TypeAdapter(tuple[GpuState, ...])
-
-
-@functools.cache
-def _uses() -> TypeAdapter[tuple[GpuUse, ...]]:
-    return TypeAdapter(tuple[GpuUse, ...])
-
-
 @dataclass(frozen=True)
 class GpuFinding:
     cause: Literal["shared", "throttled"]
@@ -243,11 +231,11 @@ class GpuRecord:
         )
         try:
             return cls(
-                _states().validate_json(first),
-                _states().validate_json(last),
-                _uses().validate_json(of_ranks),
+                parsed(tuple[GpuState, ...], first),
+                parsed(tuple[GpuState, ...], last),
+                parsed(tuple[GpuUse, ...], of_ranks),
             )
-        except ValidationError:
+        except ValueError:
             return cls()
 
     @property

@@ -11,7 +11,6 @@ forged, repeated, dropped or reordered messages. Nothing is encrypted.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import hmac
 import itertools
@@ -24,13 +23,12 @@ import time
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pydantic import TypeAdapter, ValidationError
-
 from harness.host.process import machine_id
 from harness.launch.outcome import RankOutputs
 from harness.nodes.files import FileFact
 from harness.nodes.rendezvous import Rendezvous, addresses_of_host, set_timeout
 from harness.spec.errors import UsageError
+from harness.spec.typed_json import adapter
 from harness.worker.spec import TrialSpec
 
 Message: TypeAlias = tuple[str, Any]
@@ -66,14 +64,9 @@ class ProtocolError(OSError):
     """The peer speaks another protocol or lacks the key."""
 
 
-@functools.cache
-def _adapter(word: str) -> TypeAdapter[Any]:
-    return TypeAdapter(_VALUES[word])
-
-
 def encoded(word: str, value: object = None) -> bytes:
     """Returns a message as JSON, which keeps non-finite floats."""
-    return json.dumps([word, _adapter(word).dump_python(value)]).encode()
+    return json.dumps([word, adapter(_VALUES[word]).dump_python(value)]).encode()
 
 
 def decoded(body: bytes) -> Message:
@@ -82,8 +75,8 @@ def decoded(body: bytes) -> Message:
         word, value = json.loads(body)
         if word not in _VALUES:
             raise ProtocolError(f"unknown message {word!r}")
-        return word, _adapter(word).validate_python(value)
-    except (ValidationError, ValueError, TypeError, RecursionError) as error:
+        return word, adapter(_VALUES[word]).validate_python(value)
+    except (ValueError, TypeError, RecursionError) as error:
         raise ProtocolError(f"not a message of this protocol: {type(error).__name__}") from None
 
 

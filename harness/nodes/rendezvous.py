@@ -15,6 +15,7 @@ import psutil
 from harness.host.folders import replacing
 from harness.host.process import machine_id
 from harness.spec.errors import UsageError
+from harness.spec.typed_json import parsed
 
 KEY, KEY_FILE = "PARALLELISM_BENCH_KEY", "PARALLELISM_BENCH_KEY_FILE"
 """Environment variables: a run's key, or the path of a file with it."""
@@ -55,15 +56,9 @@ class Rendezvous:
                     " because its key lets anyone run code on this node"
                 )
             try:
-                content = json.load(source)
-                found = cls(
-                    content["machine"],
-                    tuple(content["addresses"]),
-                    int(content["port"]),
-                    content["key"],
-                )
+                found = parsed(cls, source.read())
                 bytes.fromhex(found.key)
-            except (ValueError, KeyError, TypeError):
+            except ValueError:
                 raise UsageError(
                     f"{str(file)!r} was not written by a coordinator; give the file that the run"
                     " wrote"

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from harness.spec.errors import BadCheckpoint
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+from harness.spec.typed_json import parsed
 
 NAME = "manifest.json"
 
@@ -52,7 +48,7 @@ class Manifest:
     def verified(cls, folder: Path) -> Manifest:
         """Reads a manifest and checks all files against it; raises BadCheckpoint if one differs."""
         try:
-            manifest = _adapter().validate_python(json.loads((folder / NAME).read_text()))
+            manifest = parsed(Manifest, (folder / NAME).read_text())
         except FileNotFoundError:
             raise BadCheckpoint("it has no manifest, so the save did not finish") from None
         except ValueError:
@@ -68,13 +64,6 @@ class Manifest:
             if _digest(path) != file.digest:
                 raise BadCheckpoint(f"{file.path} has changed since it was saved")
         return manifest
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[Manifest]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(Manifest)
 
 
 @dataclass(frozen=True)

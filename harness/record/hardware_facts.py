@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness.spec.text import plural
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+from harness.spec.typed_json import parsed
 
 
 @dataclass(frozen=True)
@@ -39,16 +36,9 @@ class SpeedMeasurement:
     def read(cls, text: str | None) -> SpeedMeasurement | None:
         """Parses a run's `device_speed` column; None if it is null or invalid."""
         try:
-            return _adapter().validate_json(text) if text else None
+            return parsed(cls, text) if text else None
         except ValueError:
             return None
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[SpeedMeasurement]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(SpeedMeasurement)
 
 
 def matmul_rate(column: str | None, precision: str) -> float | None:

@@ -1,19 +1,15 @@
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from harness.host.folders import write_atomically
 from harness.host.gpu_state import GpuUse
 from harness.parity.deviations import Deviations
 from harness.record.run_record import RankStep
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+from harness.spec.typed_json import parsed
 
 
 @dataclass(frozen=True)
@@ -170,15 +166,8 @@ class RankAnswer:
     @classmethod
     def read(cls, scratch: str | Path, rank: int) -> RankAnswer | None:
         file = answer_file(scratch, rank)
-        return _adapter().validate_python(json.loads(file.read_text())) if file.exists() else None
+        return parsed(cls, file.read_text()) if file.exists() else None
 
 
 def answer_file(scratch: str | Path, rank: int) -> Path:
     return Path(scratch) / f"rank{rank}.json"
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[RankAnswer]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(RankAnswer)

@@ -1,20 +1,15 @@
 from __future__ import annotations
 
-import functools
 import json
 import os
 import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from harness.spec.cell import Cell
+from harness.spec.typed_json import adapter, parsed
 from harness.workloads import DataSource
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-
 
 CYCLES_IN_A_TURN = 2
 """Short turns are close in time to other trials' (docs/studies/statistical-power.md)."""
@@ -106,19 +101,12 @@ class TrialSpec:
         )
 
     def to_json(self) -> str:
-        return json.dumps(_adapter().dump_python(self))
+        return json.dumps(adapter(TrialSpec).dump_python(self))
 
     @classmethod
     def from_json(cls, text: str) -> TrialSpec:
         """Parses the output of `to_json`; raises ValueError for anything else."""
-        return _adapter().validate_python(json.loads(text))
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[TrialSpec]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(TrialSpec)
+        return parsed(cls, text)
 
 
 def log_file(scratch: str | Path, rank: int) -> Path:

@@ -18,6 +18,7 @@ from harness.host.folders import cache_folder, write_atomically
 from harness.host.user_code import one_line
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
+from harness.spec.typed_json import parsed
 from harness.workloads.catalog import make_workload
 from harness.workloads.recompute import experts_backward, grouped_products
 from harness.workloads.workload import Workload
@@ -69,7 +70,7 @@ def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
         return facts
     file = kept_file("facts", workload, f"4 {sequence_length}")
     if file.exists() and not workload.pretrained:
-        return _read(file.read_text())
+        return parsed(ModelFacts, file.read_text())
     apart = (
         not set(workload.requires) <= LEAVE_CUDA_ALONE
         and device_type() == "cuda"
@@ -92,11 +93,6 @@ def kept_file(folder: str, workload: Workload, counted: str) -> Path:
 def keep(file: Path, text: str) -> None:
     file.parent.mkdir(exist_ok=True)
     write_atomically(file, text)
-
-
-def _read(text: str) -> ModelFacts:
-    fields = json.loads(text)
-    return ModelFacts(**(fields | {name: tuple(fields[name]) for name in ("trainable", "sizes")}))
 
 
 def _count_apart(workload: Workload, sequence_length: int) -> ModelFacts:
