@@ -57,7 +57,6 @@ lint: need
 ## make bench   measures the suite's own performance, as ratios
 bench: need
 	$(PY) -m pytest tests/benchmarks --benchmark-only --benchmark-disable-gc --benchmark-json results/bench.json $(ARGS)
-	$(PY) -m bench validate --results results/reference
 	if [ -n "$$BENCH_PLANNER_DATA" ]; then $(PY) -m bench validate; fi
 ## make campaign   injects FAULTS faults drawn with SEED; runs ROUNDS rounds of two writers and a reader, and FUZZ random inputs per parser
 campaign: need

@@ -35,8 +35,6 @@ class Line:
     highs: tuple[float | None, ...]
     marked: bool = False
     """Whether it has a stand-in or more ranks than cores."""
-    measured: tuple[tuple[float, float], ...] = ()
-    """Measurements that match a prediction: (x, value)."""
 
     @property
     def summary(self) -> str:
@@ -164,13 +162,12 @@ class Predicted:
     lines: tuple[Line, ...]
     summary: str
     notes: tuple[str, ...] = ()
-    within: int = 0
     logarithmic: bool = True
     """Whether the value axis is logarithmic; otherwise it begins at 0."""
 
     def draw(self) -> Figure:
         lines = self.lines[: len(SERIES)]
-        legend = _LEGEND_LINE * (len(lines) + 1)
+        legend = _LEGEND_LINE * len(lines)
         figure, axes = canvas(300 + legend, 62, _RIGHT, _BOTTOM + legend, 22)
         axes.set_xscale("log", base=2)
         if self.logarithmic:
@@ -191,21 +188,12 @@ class Predicted:
                 color=colour,
                 marker=marker,
             )
-            if line.measured:
-                x, values = zip(*line.measured, strict=True)
-                axes.plot(x, values, marker, color=colour, markersize=8, zorder=4)
         if not self.logarithmic:
             axes.set_ylim(0)
-        if self.within:
-            axes.axvline(self.within, color=SOFT, linewidth=1.0, linestyle=":")
         counts = sorted({n for line in lines for n in line.x})
         _axis_of_devices(axes, counts if len(counts) <= 8 else counts[::2])
         _title(axes, f"{self.unit}; dashed: predicted, bands: 80 % intervals", 62)
-        labels = [line.label for line in lines]
-        if any(line.measured for line in lines):
-            handles += axes.plot([], [], "o", color=SOFT, markersize=8)
-            labels.append("filled: measured")
-        _legend(figure, handles, labels)
+        _legend(figure, handles, [line.label for line in lines])
         return figure
 
 

@@ -42,8 +42,6 @@ COMMANDS = {
     "Predict": {
         "fits": "fits:fits",
         "plan": "plan:plan",
-        "predict": "predict:predict",
-        "whatif": "whatif:whatif",
         "rehearse": "rehearse:rehearse",
         "validate": "validate:validate",
         "reproduce": "reproduce:reproduce",
@@ -58,7 +56,7 @@ COMMANDS = {
 }
 """Module and function of each command by panel, in order of the help."""
 
-TRAINING_COMMANDS = {"run", "profile", "maxsize", "predict", "whatif", "rehearse", "export"}
+TRAINING_COMMANDS = {"run", "profile", "maxsize", "rehearse", "export"}
 """Commands that need torch and transformers."""
 SCRIPT = "parallelism-bench"
 """Console script; shells complete it, but not `python -m bench`."""

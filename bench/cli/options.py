@@ -73,10 +73,6 @@ Runs: TypeAlias = Annotated[
 ]
 AllRuns: TypeAlias = Annotated[bool, typer.Option("--all", help="All runs of the folder.")]
 Results: TypeAlias = Annotated[Path, typer.Option("--results", help="Results folder.")]
-LocalResults: TypeAlias = Annotated[
-    list[Path] | None,
-    typer.Option("--results", help="Results folder of this machine; may be repeated."),
-]
 BaselineCell: TypeAlias = Annotated[
     str,
     typer.Option(
@@ -99,18 +95,16 @@ OutFolder: TypeAlias = Annotated[
 ]
 Html: TypeAlias = Annotated[Path | None, typer.Option("--html", help="HTML page to write.")]
 
-_WORKLOAD = typer.Option("--workload", help="Model and data (see: python -m bench list workloads).")
-Workload: TypeAlias = Annotated[str, _WORKLOAD]
-MaybeWorkload: TypeAlias = Annotated[str | None, _WORKLOAD]
+Workload: TypeAlias = Annotated[
+    str, typer.Option("--workload", help="Model and data (see: python -m bench list workloads).")
+]
 Devices: TypeAlias = Annotated[
     int, typer.Option("--devices", help="Number of devices, one for each rank.")
 ]
 Device: TypeAlias = Annotated[
     str, typer.Option("--device", help="Device, named as in docs/hosts.md.")
 ]
-_PER_NODE = typer.Option("--per-node", help="Number of devices per node.")
-PerNode: TypeAlias = Annotated[int, _PER_NODE]
-MaybePerNode: TypeAlias = Annotated[int | None, _PER_NODE]
+PerNode: TypeAlias = Annotated[int, typer.Option("--per-node", help="Number of devices per node.")]
 ClusterLink: TypeAlias = Annotated[
     str,
     typer.Option(
@@ -120,20 +114,10 @@ ClusterLink: TypeAlias = Annotated[
         " nvlink,400gbit; or a measured cluster: playbook-h100.",
     ),
 ]
-NodeLink: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        "--link",
-        help="Link between nodes, such as 10gbit or 1gbit 1ms; by default all devices are on one"
-        " machine.",
-    ),
+Seq: TypeAlias = Annotated[int, typer.Option("--seq", help="Sequence length in tokens.")]
+Batch: TypeAlias = Annotated[
+    int, typer.Option("--batch", help="Global batch: samples per step, over all devices.")
 ]
-_SEQ = typer.Option("--seq", help="Sequence length in tokens.")
-Seq: TypeAlias = Annotated[int, _SEQ]
-MaybeSeq: TypeAlias = Annotated[int | None, _SEQ]
-_BATCH = typer.Option("--batch", help="Global batch: samples per step, over all devices.")
-Batch: TypeAlias = Annotated[int, _BATCH]
-MaybeBatch: TypeAlias = Annotated[int | None, _BATCH]
 Precision: TypeAlias = Annotated[
     Literal["fp32", "bf16", "fp16"],
     typer.Option("--precision", help="Precision of the arithmetic."),
@@ -148,9 +132,7 @@ StatesPrecision: TypeAlias = Annotated[
 ]
 Goal: TypeAlias = Annotated[
     str,
-    typer.Option(
-        "--goal", help="What to rank by: throughput or memory; on clusters also cost or energy."
-    ),
+    typer.Option("--goal", help="What to rank by: throughput, memory, cost or energy."),
 ]
 Top: TypeAlias = Annotated[int, typer.Option("--top", min=1, help="Number of rows to show.")]
 Calibration: TypeAlias = Annotated[

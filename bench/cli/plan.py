@@ -180,10 +180,10 @@ def _written(
         written.append(export.message)
     if files.html:
         from harness.planner.cluster.cluster_plan import sweep
-        from reports.prediction_page import cluster_page
+        from reports.prediction_page import plan_page
 
         squares = sweep(question, constants, goal)
-        page = cluster_page(answer, sentences, constants.source, squares)
+        page = plan_page(answer, sentences, constants.source, squares)
         written.append(f"page: {files.html}")
     write_all(prepared, page, files.html)
     return written

@@ -5,22 +5,18 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from bench.cli.options import Calibration, ClusterLink, Device, Json, LocalResults, PerNode, Seq
+from bench.cli.options import Calibration, ClusterLink, Device, Json, PerNode, Seq
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from harness.planner.cluster.calibrate import ClusterScores, MeasuredRuns, PartErrors
     from harness.planner.cluster.hardware import Cluster
-    from harness.planner.local.cpu_prediction import Observation
-    from harness.planner.local.local_calibration import CpuScores, FirstChoice
-    from harness.planner.local.measurements import LocalMeasurements
 
 DATA_VARIABLE = "BENCH_PLANNER_DATA"
 DEVICE, DEVICES_PER_NODE, LINK, SEQUENCE = "h100-80gb", 8, "playbook-h100", 4096
@@ -54,7 +50,6 @@ Fit: TypeAlias = Annotated[
 
 def validate(
     data: Data = None,
-    results: LocalResults = None,
     model: Shapes = None,
     device: Device = DEVICE,
     per_node: PerNode = DEVICES_PER_NODE,
@@ -66,9 +61,8 @@ def validate(
 ) -> None:
     """Score predictions against measured runs, or fit them.
 
-    --results scores bench predict: each workload and emulated link is predicted from all others.
-    --data scores bench plan. Given --calibration it uses these constants; otherwise each model and
-    number of nodes is predicted from all others.
+    Given --calibration it uses these constants; otherwise each model and number of nodes is
+    predicted from all others.
 
     Example: [bold]python -m bench validate --data RUNS.csv[/bold]
     """
@@ -76,28 +70,11 @@ def validate(
     from harness.planner.cluster.hardware import cluster_of
     from harness.spec.errors import UsageError
 
-    if results:
-        unused = {
-            "--data": data is not None,
-            "--fit": fit is not None,
-            "--calibration": calibration is not None,
-            "--model": bool(model),
-            "--device": device != DEVICE,
-            "--per-node": per_node != DEVICES_PER_NODE,
-            "--link": link != LINK,
-            "--seq": seq != SEQUENCE,
-        }
-        if given := [option for option, is_given in unused.items() if is_given]:
-            raise UsageError(f"--results scores this machine's cells: leave out {', '.join(given)}")
-        _validate_local(results, json_output)
-        return
     if fit and calibration:
         raise UsageError("--fit finds the constants: leave out --calibration")
     file = data or Path(os.environ.get(DATA_VARIABLE, ""))
     if not file.name:
-        raise UsageError(
-            "give measured runs: --data FILE for a cluster, or --results for this machine"
-        )
+        raise UsageError("give measured runs: --data FILE")
     runs = read_runs(file, _shapes(model), seq)
     cluster = cluster_of(device, per_node, link)
     if fit:
@@ -221,100 +198,5 @@ def _errors(name: str, parts: Sequence[PartErrors]) -> Table:
             f"{part.covered:.0%}",
             f"{part.covered_all:.0%}",
             f"{part.memory_covered:.0%}",
-        )
-    return table
-
-
-def _validate_local(folders: Sequence[Path], json_output: bool) -> None:
-    from bench.cli import terminal
-    from harness.host.packages import TRAINING, require
-    from harness.planner.local.local_calibration import base_of, first_choices, leave_out, score
-    from harness.spec.errors import UsageError
-
-    require(TRAINING)
-    from harness.planner.local.measurements import read_measurements
-
-    measured = read_measurements(folders)
-    observations = [cell.observation for cell in measured.cells]
-    held = {
-        "each workload predicted from all others": leave_out(observations, base_of),
-        "each emulated link predicted from all others": leave_out(
-            observations, lambda facts: facts.links
-        ),
-    }
-    held = {name: rows for name, rows in held.items() if rows}
-    if not held:
-        raise UsageError(
-            "these results have too few cells, or only one workload, so that none can be predicted"
-            " from others; measure a second workload"
-        )
-    scores = {name: score(rows) for name, rows in held.items()}
-    choices = {name: first_choices(rows, partial(_tied, measured)) for name, rows in held.items()}
-    if json_output:
-        document = {
-            name: {
-                "scores": [dataclasses.asdict(part) for part in scores[name]],
-                "first_choices": [dataclasses.asdict(choice) for choice in choices[name]],
-            }
-            for name in held
-        }
-        print(json.dumps(document | {"machine": measured.machine}))
-        return
-    console = terminal.console()
-    for name in held:
-        console.print(_local_scores(name, scores[name]))
-        console.print(_choices(choices[name]))
-
-
-def _tied(measured: LocalMeasurements, among: Sequence[Observation]) -> list[Observation]:
-    from harness.analysis.ranking import may_be_fastest
-
-    cells = [cell for cell in measured.cells if any(cell.observation is one for one in among)]
-    cells.sort(key=lambda cell: cell.observation.seconds)
-    tied = may_be_fastest([cell.result for cell in cells])
-    return [cell.observation for cell in cells if any(cell.result is one for one in tied)]
-
-
-def _local_scores(name: str, scores: Sequence[CpuScores]) -> Table:
-    from rich.markup import escape
-
-    from bench.cli import terminal
-
-    measures = ("step time", "memory")
-    columns = ("left out", "cells", *measures, "measured elsewhere", *measures)
-    table = terminal.table(f"{name}: median errors", *columns)
-    for part in scores:
-        table.add_row(
-            escape(part.part),
-            str(part.cells),
-            _percent(part.median_time_error),
-            _percent(part.median_memory_error),
-            str(part.known),
-            _percent(part.known_median_time_error),
-            _percent(part.known_median_memory_error),
-        )
-    return table
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
-
-
-def _choices(choices: Sequence[FirstChoice]) -> Table:
-    from rich.markup import escape
-
-    from bench.cli import terminal
-
-    columns = ("setting", "of", "predicted to be fastest", "measured fastest", "slower", "")
-    table = terminal.table("predicted first choices", *columns, left=columns)
-    for choice in choices:
-        same = "" if choice.significant else "tied"
-        table.add_row(
-            escape(choice.setting),
-            str(choice.compared),
-            escape(choice.chosen),
-            escape(choice.best),
-            f"{choice.slower:.1%}",
-            "the same" if choice.chosen == choice.best else same,
         )
     return table

@@ -111,16 +111,8 @@ def recompute_elsewhere(model: nn.Module, blocks: Sequence[nn.Module], recompute
 
 class AccelerateEngineCosts(CostModel[AccelerateEngine]):
     @property
-    def backend_library(self) -> str:
-        return "deepspeed" if self.strategy.zero else self.strategy.engine
-
-    @property
     def shards_parameters(self) -> bool:
         return self.strategy.engine in ("zero3", "fsdp2")
-
-    @property
-    def copies_to_flat_buffers(self) -> bool:
-        return self.strategy.zero is not None or super().copies_to_flat_buffers
 
     @property
     def zero_stage(self) -> int:

@@ -8,7 +8,7 @@ from harness.spec.errors import Refused
 from harness.spec.training import EXACT, Tolerance, TrainStep
 from harness.strategies._half import WHOLLY, half_throughout
 from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
-from harness.strategy import Cell, CostModel, Job, Strategy
+from harness.strategy import Cell, Job, Strategy
 from harness.strategy.checkpoints import StateFiles, Tensors
 from harness.strategy.job import loss_scaler, own_precision, standard_step
 from harness.strategy.whole_state import moments_of
@@ -61,10 +61,6 @@ class Amp(Strategy):
         if self.opt_level == "O3":
             return cell.reference("amp", {"opt_level": "O3"})
         return cell.reference()
-
-    @property
-    def costs(self) -> AmpCosts:
-        return AmpCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         whole = job.model()
@@ -126,7 +122,3 @@ class Amp(Strategy):
         return standard_step(
             plain, model, optimizer, no_sync=model.no_sync, before_update=hand_over, scaler=scaler
         )
-
-
-class AmpCosts(CostModel[Amp]):
-    backend_library = "ddp"

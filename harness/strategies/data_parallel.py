@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from harness.spec.training import Layout, TrainStep
-from harness.strategy import Capabilities, Cell, CostModel, Job, Strategy
+from harness.strategy import Capabilities, Cell, Job, Strategy
 from harness.strategy.job import standard_step
 
 if TYPE_CHECKING:
@@ -32,10 +32,6 @@ class DataParallel(Strategy):
             return "one GPU: torch.nn.DataParallel only calls the model, as `single` does"
         return None
 
-    @property
-    def costs(self) -> DataParallelCosts:
-        return DataParallelCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         import torch
 
@@ -49,10 +45,6 @@ class DataParallel(Strategy):
         else:
             model = on_threads(job, first)
         return standard_step(job, model, optimizer)
-
-
-class DataParallelCosts(CostModel[DataParallel]):
-    uses_shared_memory = True
 
 
 def in_autocast(job: Job, inner: nn.Module) -> nn.Module:

@@ -81,8 +81,6 @@ class DdpElastic(Strategy):
 
 
 class DdpElasticCosts(CostModel[DdpElastic]):
-    backend_library = "ddp"
-
     def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
         return (1.0 + cell.moments) * facts.trained_bytes / self.strategy.snapshot_every
 

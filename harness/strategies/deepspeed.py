@@ -135,10 +135,6 @@ class DeepspeedCosts(CostModel[Deepspeed]):
     def shards_parameters(self) -> bool:
         return self.strategy.stage == 3
 
-    @property
-    def copies_to_flat_buffers(self) -> bool:
-        return self.strategy.stage > 0
-
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Returns the fullest rank's states: ZeRO's (section 3.1) plus what DeepSpeed 0.19.8 adds.
 

@@ -94,7 +94,6 @@ class Fsdp1(Strategy):
 
 
 class Fsdp1Costs(CostModel[Fsdp1]):
-    backend_library = "fsdp2"
     accumulates_whole_gradients = True
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:

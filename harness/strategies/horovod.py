@@ -139,7 +139,3 @@ class HorovodCosts(CostModel[Horovod]):
         fused = _horovod.GRADIENTS_FUSED if chosen.fusion_threshold_mib else 1
         agreed = 0.0 if chosen.controller == "mpi" else tensors / _horovod.GRADIENTS_FUSED
         return 1.0 + BESIDE_BACKWARD * (tensors / fused + agreed)
-
-    @property
-    def uses_shared_memory(self) -> bool:
-        return self.strategy.controller == "mpi" and self.strategy.transport == "auto"

@@ -8,7 +8,7 @@ from harness.spec.errors import Refused
 from harness.spec.training import EMULATED, EXACT, Tolerance, TrainStep, first_replayed
 from harness.strategies._replicas import replicas_of
 from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
-from harness.strategy import Capabilities, Cell, CostModel, Job, Strategy
+from harness.strategy import Capabilities, Cell, Job, Strategy
 from harness.strategy.checkpoints import StateFiles
 from harness.strategy.job import standard_step
 from harness.workloads import Workload
@@ -57,10 +57,6 @@ class PostLocalSgd(Strategy):
                 " would be local; choose an earlier one, or ddp"
             )
 
-    @property
-    def costs(self) -> PostLocalSgdCosts:
-        return PostLocalSgdCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
             PostLocalSGDState,
@@ -86,7 +82,3 @@ class PostLocalSgd(Strategy):
             load=files.load,
         )
         return standard_step(job, model, optimizer, no_sync=model.no_sync)
-
-
-class PostLocalSgdCosts(CostModel[PostLocalSgd]):
-    backend_library = "ddp"

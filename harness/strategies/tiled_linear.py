@@ -57,8 +57,6 @@ class TiledLinear(Deepspeed):
 
 
 class TiledLinearCosts(DeepspeedCosts):
-    backend_library = "deepspeed"
-
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         tiled = self.strategy.partitioned(make_workload(cell.workload), facts)
         return super().states(cell, layout, tiled)

@@ -94,8 +94,6 @@ class UlyssesZero(Deepspeed):
 
 
 class UlyssesZeroCosts(DeepspeedCosts):
-    backend_library = "deepspeed"
-
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         of_zero = super().traffic(cell, layout, facts)
         exchanged = _sequence.exchanged_for_heads(cell, layout, gathers_positions=True)

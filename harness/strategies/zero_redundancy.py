@@ -63,8 +63,6 @@ class ZeroRedundancy(Strategy):
 
 
 class ZeroRedundancyCosts(CostModel[ZeroRedundancy]):
-    backend_library = "ddp"
-
     zero_stage = 1
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:

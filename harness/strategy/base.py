@@ -164,19 +164,9 @@ class CostModel(Generic[StrategyT_co]):
     strategy: StrategyT_co
 
     @property
-    def backend_library(self) -> str:
-        """Strategy whose library does most of the work; empty for its own."""
-        return ""
-
-    @property
     def shards_parameters(self) -> bool:
         """Whether parameters are sharded, and gathered when their layer runs."""
         return False
-
-    @property
-    def copies_to_flat_buffers(self) -> bool:
-        """Whether the library copies to and from flat buffers."""
-        return self.shards_parameters
 
     @property
     def zero_stage(self) -> int:
@@ -192,11 +182,6 @@ class CostModel(Generic[StrategyT_co]):
     @property
     def recomputes_whole_blocks(self) -> bool:
         """Whether recomputation runs whole blocks, unlike torch's."""
-        return False
-
-    @property
-    def uses_shared_memory(self) -> bool:
-        """Whether ranks of a node exchange tensors in memory rather than over TCP."""
         return False
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -17,17 +15,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from harness.workloads.catalog import make_workload
-from harness.workloads.counts import fake_or_real, keep, kept_file
+from harness.workloads.counts import fake_or_real
 from harness.workloads.recompute import products, recompute_blocks
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
     from harness.workloads import Workload
-
-CONVOLUTIONS = {"convolution": 1, "convolution_backward": 2}
-FEW, MORE = 2, 4
-"""Samples in the two counted passes; counts are linear in samples."""
 
 
 class OperatorObserver(TorchDispatchMode):
@@ -64,13 +58,8 @@ class OperatorObserver(TorchDispatchMode):
 Observer = TypeVar("Observer", bound=OperatorObserver)
 
 
-class OperatorCounter(OperatorObserver):
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-        self.convolutions = 0
-        self.moved_bytes = 0
-        self.flops = 0
+class FlopCounter(OperatorObserver):
+    flops = 0
 
     def observe(
         self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object
@@ -80,13 +69,6 @@ class OperatorCounter(OperatorObserver):
             self.flops += count(*args, **kwargs, out_val=result)
         elif torch.Tag.pointwise in func.tags and isinstance(result, Tensor):
             self.flops += result.numel()
-        if func.is_view:
-            return
-        self.number += 1
-        self.convolutions += CONVOLUTIONS.get(func._opname, 0)
-        if not count:
-            tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
-            self.moved_bytes += sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _over_blocks(workload: Workload, count: Callable[[Workload], int]) -> int | None:
@@ -142,7 +124,7 @@ def _operations(
     workload: Workload, sequence_length: int, recompute: str, whole_blocks: bool
 ) -> int:
     with set_checkpoint_early_stop(not whole_blocks):
-        return observe_training(workload, 1, sequence_length, recompute, OperatorCounter).flops
+        return observe_training(workload, 1, sequence_length, recompute, FlopCounter).flops
 
 
 def observe_training(
@@ -236,59 +218,3 @@ class Held(OperatorObserver):
                 now += change * self.sizes[number]
                 most = max(most, now)
         return most
-
-
-@dataclass(frozen=True)
-class Operators:
-    number: int
-    """Operators other than views."""
-    moved_bytes: int
-    """Bytes read and written outside matrix products, convolutions and attention."""
-    convolutions: int
-    """Convolutions; a backward for both input and weight counts twice."""
-    held_bytes: int
-    """Peak bytes, see `activation_bytes`."""
-
-
-@functools.cache
-def operators(
-    workload: Workload,
-    samples: int,
-    sequence_length: int,
-    recompute: str = "none",
-    precision: str = "fp32",
-) -> Operators:
-    """Counts one pass over `samples` samples; `precision`: fp32 or autocast's."""
-    few, more = _counted(workload, sequence_length, recompute, precision)
-    grown = _extended(few, more, (samples - FEW) / (MORE - FEW))
-    return replace(grown, number=few.number, convolutions=few.convolutions)
-
-
-def _extended(one: Operators, two: Operators, steps: float) -> Operators:
-    pairs = zip(astuple(one), astuple(two), strict=True)
-    return Operators(*(max(0, round(a + steps * (b - a))) for a, b in pairs))
-
-
-@functools.cache
-def _counted(
-    workload: Workload, sequence_length: int, recompute: str, precision: str
-) -> tuple[Operators, Operators]:
-    file = kept_file("operators", workload, f"3 {sequence_length} {recompute} {precision}")
-    if file.exists() and not workload.pretrained:
-        few, more = (Operators(**fields) for fields in json.loads(file.read_text()))
-        return few, more
-    few, more = (_count(workload, n, sequence_length, recompute, precision) for n in (FEW, MORE))
-    keep(file, json.dumps([asdict(few), asdict(more)]))
-    return few, more
-
-
-def _count(
-    workload: Workload, samples: int, sequence_length: int, recompute: str, precision: str
-) -> Operators:
-    setting = (samples, sequence_length, recompute)
-    if pair := workload.of_one_and_two_blocks:
-        one, two = (_count(make_workload(name), *setting, precision) for name in pair)
-        return _extended(one, two, workload.blocks - 1)
-    counter = observe_training(workload, *setting, OperatorCounter, precision)
-    held = activation_bytes(workload, *setting, precision)
-    return Operators(counter.number, counter.moved_bytes, counter.convolutions, held)

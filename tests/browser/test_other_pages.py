@@ -9,16 +9,17 @@ import pytest
 
 from harness.analysis.compare import compare_sides
 from harness.analysis.selection import select
-from harness.planner.local.local_plan import ScalingCurve
+from harness.planner.cluster import cluster_plan
+from harness.planner.cluster.calibration import load
 from harness.record.integrity import stores_below
 from harness.record.store import Store
 from reports import comparison, overview, runs, write_report, write_whole
-from reports.prediction_page import WonSquare, plan_page, plan_row, scaling_page
+from reports.prediction_page import plan_page
 from reports.run_report import only
 from reports.runs import runs_page
 from reports.site import write_site
 from tests.browser.conftest import REFERENCE, Watched, serious_faults
-from tests.unit.test_prediction_page import points
+from tests.unit.test_prediction_page import QUESTION
 from tests.unit.test_runs_page import DAYS, DDP, add, run_id, trials
 
 
@@ -36,19 +37,14 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     first, last = (select(run_id(day), only(results, [run_id(day)])) for day in (0, DAYS - 1))
     found["compare"] = comparison.page(compare_sides(first, last))
-    found["curves"] = scaling_page(
-        "made", [ScalingCurve("ddp", points(), "8 devices: no")], "machine"
-    )
-    square = WonSquare(8, "ZeRO-1 + pipeline", (5e4, 4e4, 6e4), (6e10, 5e10, 7e10))
-    later = WonSquare(16, "", (0, 0, 0), (0, 0, 0), "nothing fits")
-    rows = [plan_row("data 8 x tensor 2", "1 s", "50,000", "60 GB", "prediction")]
-    won = {"llama-8b": [square, later]}
-    found["plan"] = plan_page("made", ["one"], ["Use it."], "tokens/s", rows, won)
+    plan = cluster_plan.plan(QUESTION, load())
+    squares = cluster_plan.sweep(QUESTION, load(), plan.goal)
+    found["plan"] = plan_page(plan, cluster_plan.explanation(plan), "made", squares)
     write_report(only(results, [run_id(0)]), folder / f"{run_id(0)}.html")
     return {name: write_whole(text, folder / f"{name}.html", "") for name, text in found.items()}
 
 
-@pytest.mark.parametrize("name", ["runs", "index", "compare", "curves", "plan"])
+@pytest.mark.parametrize("name", ["runs", "index", "compare", "plan"])
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (375, "dark")])
 def test_pages_are_readable_and_request_nothing(
     open_page: Callable[..., Watched], pages: dict[str, Path], name: str, width: int, scheme: str

@@ -109,9 +109,8 @@ def test_each_missing_requirement_is_named(module: str) -> None:
     "words",
     [
         ["run", "--matrix", "smoke"],
-        ["predict"],
+        ["rehearse", "ddp"],
         ["doctor"],
-        ["validate", "--results", str(REFERENCE)],
     ],
     ids=lambda words: words[0],
 )

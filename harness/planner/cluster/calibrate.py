@@ -240,16 +240,16 @@ def _fitted(
     """Returns fitted constants, with a placeholder for the spread."""
     asked = [(group, ran.layouts.take(group.rows)) for group in groups(ran, cluster)]
 
-    def seconds(constants: TimeConstants, _: Floats) -> Floats:
+    def seconds(constants: TimeConstants) -> Floats:
         result = np.zeros(len(ran))
         for group, layouts in asked:
             result[group.rows] = step_time(group.question, layouts, constants).total
         return result
 
-    time, _ = fit(TimeConstants, seconds, ran.seconds, start=start.time if start else None)
+    time = fit(TimeConstants, seconds, ran.seconds, start.time if start else None)
     ahead = [step_time(group.question, layouts, time).ahead for group, layouts in asked]
 
-    def reserved(constants: MemoryConstants, _: Floats) -> Floats:
+    def reserved(constants: MemoryConstants) -> Floats:
         result = np.zeros(len(ran))
         for (group, layouts), share in zip(asked, ahead, strict=True):
             shape = group.question.shape
@@ -260,11 +260,11 @@ def _fitted(
 
     # Inconsistent rows ran different code, whose memory differs.
     measured = np.isfinite(ran.memory_bytes) & ran.consistent()
-    memory_constants, _ = fit(
+    memory_constants = fit(
         MemoryConstants,
-        lambda constants, effects: reserved(constants, effects)[measured],
+        lambda constants: reserved(constants)[measured],
         ran.memory_bytes[measured],
-        start=start.memory if start else None,
+        start.memory if start else None,
     )
     within = CalibratedRange(
         (float(ran.sizes.min()), float(ran.sizes.max())),

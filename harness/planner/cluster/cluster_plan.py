@@ -378,7 +378,8 @@ def neighbours(shape: ModelShape) -> list[ModelShape]:
 
 
 def device_counts(question: ClusterQuestion) -> list[int]:
-    counts = [round(question.devices * 2.0**step) for step in range(-STEPS_BELOW, STEPS_ABOVE + 1)]
+    steps = range(-STEPS_BELOW, STEPS_ABOVE + 1)
+    counts = dict.fromkeys(round(question.devices * 2.0**step) for step in steps)
     per_node, several = question.cluster.per_node, not question.cluster.is_one_node
     return [n for n in counts if n >= 1 and (n <= per_node or (several and n % per_node == 0))]
 

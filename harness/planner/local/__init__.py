@@ -1,1 +1,0 @@
-"""Predicts cells on this machine's CPU cores from cells measured on it."""
