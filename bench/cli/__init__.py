@@ -43,7 +43,6 @@ COMMANDS = {
         "fits": "fits:fits",
         "plan": "plan:plan",
         "rehearse": "rehearse:rehearse",
-        "validate": "validate:validate",
         "reproduce": "reproduce:reproduce",
     },
     "Use elsewhere": {

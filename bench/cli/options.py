@@ -139,7 +139,7 @@ Calibration: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         "--calibration",
-        help="File of constants from bench validate --fit, or default for the suite's own.",
+        help="File of constants fitted to other runs, or default for the suite's own.",
     ),
 ]
 WrittenMatrix: TypeAlias = Annotated[

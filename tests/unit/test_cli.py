@@ -118,7 +118,6 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         (["site", "empty"], ["no runs", "empty"]),
         (["check", "empty"], ["empty", "runs/"]),
         (["check", "file", "--repair"], ["--repair", "folder"]),
-        (["validate"], ["--data"]),
         (["show", "ddp"], ["results"]),
         (["show", "dpp", "--results", REFERENCE], ["'dpp'", "ddp"]),
         (["doctor", "--gpu-check"], ["--gpu-check"]),

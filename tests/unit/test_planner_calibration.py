@@ -6,33 +6,34 @@ import dataclasses
 import errno
 import json
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from bench.cli import main
-from bench.cli.validate import validate
-from harness.planner.cluster import calibrate as calibrate_module
-from harness.planner.cluster.calibrate import (
+from docs.studies import planner_scores
+from docs.studies.planner_calibration import (
     COLUMNS,
     MEMORY_UNIT,
-    HeldOutRuns,
     MeasuredRuns,
     calibrate,
+    predicted,
+    read_runs,
+    save,
+)
+from docs.studies.planner_scores import (
+    HeldOutRuns,
     errors_by,
     extrapolate,
     hold_out,
+    main,
     noise_of_twins,
     parts_by_model,
     parts_by_nodes,
-    predicted,
-    read_runs,
     score,
 )
-from harness.planner.cluster.calibration import load
+from harness.planner.cluster.calibration import load, priors_of
 from harness.planner.cluster.hardware import cluster_of
 from harness.planner.cluster.model_names import named_shapes
 from harness.planner.cluster.model_shape import ModelShape
@@ -42,7 +43,6 @@ from harness.planner.cluster.question import (
     PlannedLayouts,
     enumerate_layouts,
 )
-from harness.planner.fitting import priors_of
 from harness.spec.errors import UsageError
 from tests.commands import ask, told
 
@@ -95,7 +95,7 @@ def test_a_calibration_recovers_what_made_the_runs_in_spite_of_outliers() -> Non
 
 
 def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
-    load().save(tmp_path / "calibration.yaml")
+    save(load(), tmp_path / "calibration.yaml")
     assert load(tmp_path / "calibration.yaml") == load()
 
 
@@ -103,7 +103,7 @@ def test_a_full_disk_leaves_the_former_calibration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, write_text = tmp_path / "calibration.yaml", Path.write_text
-    load().save(file)
+    save(load(), file)
 
     def full(path: Path, text: str, encoding: str, newline: str) -> int:
         write_text(path, text[:100], encoding, newline=newline)
@@ -111,29 +111,26 @@ def test_a_full_disk_leaves_the_former_calibration(
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(OSError, match="No space left"):
-        load().save(file)
+        save(load(), file)
     assert load(file) == load()
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_fit_answers_in_json_and_refuses_given_constants(
+def test_a_fit_is_written_and_refuses_given_constants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate_module, "read_runs", lambda *_: rows([1.0]))
-    monkeypatch.setattr(calibrate_module, "calibrate", lambda *_: load())
+    monkeypatch.setattr(planner_scores, "read_runs", lambda *_: rows([1.0]))
+    monkeypatch.setattr(planner_scores, "calibrate", lambda *_: load())
     out = tmp_path / "mine.yaml"
-    fit = ("--data", "runs.csv", "--fit", str(out), "--json")
-    document = json.loads(told(validate, *fit))
-    assert document["written"] == [f"wrote {out}"]
-    assert document["calibration"].startswith("1 measured runs of runs.csv")
+    fit = ("--data", "runs.csv", "--fit", str(out))
+    assert told(main, *fit).startswith(f"wrote {out}: 1 measured runs of runs.csv")
+    assert load(out) == load()
     with pytest.raises(UsageError, match="leave out --calibration"):
-        ask(validate, *fit, "--calibration", "default")
+        ask(main, *fit, "--calibration", "default")
 
 
 @pytest.mark.slow
-def test_the_commands_calibrate_and_validate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_script_calibrates_and_scores(tmp_path: Path) -> None:
     runs, data, out = made(), tmp_path / "runs.csv", tmp_path / "mine.yaml"
     axes = runs.layouts
     table = {
@@ -151,22 +148,16 @@ def test_the_commands_calibrate_and_validate(
     }
     pd.DataFrame(table).to_csv(data, index=False)
 
-    def bench(*arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["bench", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 0
-
-    bench("validate", "--data", str(data), "--fit", str(out))
-    bench("validate", "--data", str(data), "--calibration", str(out), "--json")
-    text = capsys.readouterr().out
-    document = json.loads(text[text.index("{") :])
+    told(main, "--data", str(data), "--fit", str(out))
+    document = json.loads(told(main, "--data", str(data), "--calibration", str(out), "--json"))
     scored = document["scores"]["given constants"]
     assert scored["rows"] == runs.ran.sum()
     assert scored["time_error"] < 0.03
     assert scored["memory_error"] < 0.02
-    bench("validate", "--data", str(data), "--calibration", "default")
-    assert "given constants: median errors" in capsys.readouterr().out
+    text = told(main, "--data", str(data), "--calibration", "default", "--model", "1B=llama-1b")
+    assert "given constants: median errors" in text
+    with pytest.raises(UsageError, match="write NAME=SHAPE"):
+        ask(main, "--data", str(data), "--model", "1B")
 
 
 def rows(seconds: list[float], **columns: list[int]) -> MeasuredRuns:

@@ -1,5 +1,5 @@
-"""Predictions of published runs (scripts/published_runs.csv) with software and devices that the
-calibration has not seen; docs/studies/planner-accuracy.md lists the errors."""
+"""Predictions of published runs (docs/studies/published_runs.csv) with software and devices that
+the calibration has not seen; docs/studies/planner-accuracy.md lists the errors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import dataclasses
 import numpy as np
 import pytest
 
+from docs.studies.planner_widths import published_errors, published_runs
 from harness.planner.cluster.calibration import load
 from harness.planner.cluster.hardware import cluster_of
 from harness.planner.cluster.model_names import parse_shape
 from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.prediction import UNMEASURED, predict
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
-from scripts.planner_widths import published_errors, published_runs
 
 CALIBRATION = load()
 

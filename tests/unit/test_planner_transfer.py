@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness.planner.cluster.transfer import ONE_MODEL, ONE_NODE_COUNT, transfer_widths
-from harness.planner.fitting import Bools, Floats
+from docs.studies.planner_calibration import ONE_MODEL, ONE_NODE_COUNT, transfer_widths
+from harness.planner.cluster.calibration import Bools, Floats
 
 NODES = np.repeat([1, 2, 4, 8], 50)
 SIZES = np.tile([4e9, 8e9], 100)

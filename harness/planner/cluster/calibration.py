@@ -1,19 +1,48 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import dataclasses
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import yaml
+from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 from scipy.special import ndtr, ndtri
 
-from harness.host.folders import write_atomically
-from harness.planner.fitting import Floats, Ints, Prior, constant, priors_of
 from harness.spec.errors import UsageError, first_error
 from harness.spec.yaml_text import parse_yaml
 
 DEFAULT = Path(__file__).parents[1].joinpath("calibration.yaml")
+
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+LEVEL = 0.8
+"""Coverage of the 80 % intervals."""
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Expected value without data, and physical bounds."""
+
+    value: float
+    spread: float
+    low: float
+    high: float
+    unit: str
+
+
+def constant(prior: Prior, meaning: str, source: str) -> float:
+    """Declares a fitted field; `source` is where prior and bounds come from."""
+    metadata = {"prior": prior, "meaning": meaning, "source": source}
+    value: float = field(default=prior.value, metadata=metadata)
+    return value
+
+
+def priors_of(kind: type) -> dict[str, Prior]:
+    return {f.name: f.metadata["prior"] for f in dataclasses.fields(kind)}
 
 
 @dataclass(frozen=True)
@@ -205,7 +234,8 @@ class Widening:
 class ClusterSpread:
     """Half-widths of log 80 % intervals.
 
-    `time` to `memory`, and both widenings, come from runs left out of a fit (transfer.py).
+    `time` to `memory`, and both widenings, come from runs left out of a fit
+    (docs/studies/planner_calibration.py).
     """
 
     time: float
@@ -274,13 +304,6 @@ class ClusterCalibration:
     def time_on(self, links: str) -> TimeConstants:
         """Returns the step-time constants; `pipeline_stall` is 0 on unmeasured links."""
         return self.time if links == self.links else replace(self.time, pipeline_stall=0.0)
-
-    def save(self, file: Path) -> None:
-        """Writes a file atomically; raises OSError, which leaves an existing file unchanged."""
-        text = yaml.safe_dump(
-            TypeAdapter(ClusterCalibration).dump_python(self, mode="json"), sort_keys=False
-        )
-        write_atomically(file, text)
 
 
 def calibration_file(given: str | Path | None) -> Path:

@@ -10,6 +10,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from harness.host.gpu_models import TERA, GpuModel, gpu_models, gpu_named
+from harness.planner.cluster.calibration import Floats, Ints
 from harness.planner.cluster.device_rates import (
     USUAL_SHARE,
     best_products,
@@ -17,7 +18,6 @@ from harness.planner.cluster.device_rates import (
     inside_node,
 )
 from harness.planner.cluster.recipe import Precision
-from harness.planner.fitting import Floats, Ints
 from harness.spec.errors import UsageError
 
 GIGA = 1e9

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.planner.cluster.calibration import MemoryConstants
+from harness.planner.cluster.calibration import Bools, Floats, Ints, MemoryConstants
 from harness.planner.cluster.footprint import WORKSPACE_BYTES, footprint, spread
 from harness.planner.cluster.hardware import Cluster
 from harness.planner.cluster.model_shape import LayerStage, ModelShape, stages
@@ -19,7 +19,6 @@ from harness.planner.cluster.recipe import (
     Recipe,
     StateBytes,
 )
-from harness.planner.fitting import Bools, Floats, Ints
 
 UNGATED = 0.5
 """Feed-forward tensors of an ungated layer relative to a gated one: two of four."""

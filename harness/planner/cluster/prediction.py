@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from scipy.special import ndtr, ndtri
 
 from harness.host.gpu_models import gpu_models
-from harness.planner.cluster.calibration import ClusterCalibration
+from harness.planner.cluster.calibration import Bools, ClusterCalibration, Floats, Ints
 from harness.planner.cluster.footprint import MOST_CERTAIN, usable_bytes
 from harness.planner.cluster.layout_memory import (
     LayoutMemory,
@@ -26,7 +26,6 @@ from harness.planner.cluster.model_shape import empty_stages
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayouts
 from harness.planner.cluster.recipe import STATES
 from harness.planner.cluster.step_time import LayoutStepTime, step_time
-from harness.planner.fitting import Bools, Floats, Ints
 from harness.spec.errors import UsageError
 
 COMPUTING, WAITING = 0.85, 0.45
@@ -42,7 +41,7 @@ REFUSED_BELOW = 1 / 3
 are worse."""
 UNMEASURED = 0.07
 """Half-width for each of `unmeasured_kinds`. With it, intervals cover 80 % of other programs'
-published runs (scripts/planner_widths.py)."""
+published runs (docs/studies/planner_widths.py)."""
 OFFLOADED = 0.2
 """Assumed half-width with offload, for which no published run was found."""
 TIE = 0.01

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from harness.planner.cluster.calibration import Bools, Ints
 from harness.planner.cluster.hardware import Cluster
 from harness.planner.cluster.model_shape import ModelShape, empty_stages
 from harness.planner.cluster.recipe import RECOMPUTE, Precision
-from harness.planner.fitting import Bools, Ints
 from harness.spec.errors import UsageError
 
 MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}

@@ -4,13 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.planner.cluster.calibration import TimeConstants
+from harness.planner.cluster.calibration import Floats, Ints, TimeConstants
 from harness.planner.cluster.hardware import Cluster
 from harness.planner.cluster.layout_memory import owned_parameters, stage_parameters
 from harness.planner.cluster.model_shape import LayerStage, numbered_stages, padded_head, stages
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayouts
 from harness.planner.cluster.recipe import STATES
-from harness.planner.fitting import Floats, Ints
 
 BUCKET_BYTES = 25e6
 """Bytes of bf16 gradients that DDP reduces at once (`bucket_cap_mb`)."""

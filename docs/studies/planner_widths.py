@@ -1,6 +1,6 @@
 """Derives the width of intervals for software and devices that the calibration never saw.
 
-`.venv/bin/python -m scripts.planner_widths` predicts runs that others published
+`.venv/bin/python -m docs.studies.planner_widths` predicts runs that others published
 (published_runs.csv) with the built-in constants, none of which was fitted to them. It prints the
 figure `UNMEASURED` of the planner, and how many runs of each table are within intervals whose
 width follows from the other tables.
@@ -24,13 +24,12 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.planner.cluster.calibration import load
+from harness.planner.cluster.calibration import LEVEL, Floats, load
 from harness.planner.cluster.hardware import cluster_of
 from harness.planner.cluster.model_names import parse_shape
 from harness.planner.cluster.prediction import UNMEASURED, predict, unmeasured_kinds
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
 from harness.planner.cluster.recipe import precision_named
-from harness.planner.fitting import LEVEL, Floats
 
 PUBLISHED = Path(__file__).with_name("published_runs.csv")
 

@@ -1,35 +1,44 @@
-"""Fits the planner's constants to measured runs, and scores predictions."""
+"""Fits the planner's constants to measured runs of a cluster (docs/studies/planner-accuracy.md).
+
+`planner_scores.py --fit FILE` writes the constants for `bench plan --calibration FILE`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import minimize
+import yaml
+from pydantic import TypeAdapter
+from scipy.optimize import least_squares, minimize
 from scipy.special import ndtr
-from scipy.stats import spearmanr
 
+from harness.host.folders import write_atomically
 from harness.planner.cluster.calibration import (
+    LEVEL,
+    Bools,
     CalibratedRange,
     ClusterCalibration,
     ClusterSpread,
+    Floats,
+    Ints,
     MemoryConstants,
     MemoryLimit,
     TimeConstants,
     Widening,
+    priors_of,
 )
 from harness.planner.cluster.hardware import Cluster
 from harness.planner.cluster.layout_memory import memory
 from harness.planner.cluster.model_names import parse_shape
 from harness.planner.cluster.model_shape import ModelShape
-from harness.planner.cluster.prediction import REFUSED_BELOW, Predictions, predict, ranked
-from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
+from harness.planner.cluster.prediction import Predictions, predict
+from harness.planner.cluster.question import ClusterQuestion, PlannedLayouts
 from harness.planner.cluster.step_time import step_time
-from harness.planner.cluster.transfer import TransferWidths, transfer_widths
-from harness.planner.fitting import Bools, Floats, Ints, fit
 from harness.spec.errors import UsageError
 
 COLUMNS = (
@@ -49,11 +58,20 @@ SLOW = (float(np.log(5.0)), 0.5)
 """Assumed mean and standard deviation of the log slowdown near the limit."""
 FEW_SLOW = 5
 FEWEST = 20
-FEWEST_RANKED = 20
-FEWEST_NODE_COUNTS = 2
-"""Numbers of nodes needed to predict a larger one."""
-NEAR = 0.5
-"""Speed relative to the group's best that makes a layout a contender."""
+SCALE = 0.05
+"""Typical log error; much larger ones hardly count (Cauchy loss)."""
+PRIOR_WEIGHT = 0.7
+"""Error of a row, in units of SCALE, as costly as one standard deviation from a prior."""
+MOST_EVALUATIONS = 60
+ENOUGH = 1e-4
+"""Relative change of the loss that ends a fit."""
+ONE_MODEL, ONE_NODE_COUNT = Widening(0.01, 0.009), Widening(0.08, 0.019)
+"""Widening, as in calibration.yaml, if no model, or no number of nodes, can be left out."""
+
+Errors = Callable[[Bools, Bools], "tuple[Floats, Floats] | None"]
+"""Fits to the first rows; returns absolute log errors of time and memory in the second, or None if
+too few."""
+Constants = TypeVar("Constants", TimeConstants, MemoryConstants)
 
 
 @dataclass(frozen=True)
@@ -177,6 +195,12 @@ def read_runs(
         seconds=tokens / table.tok_s.to_numpy(float),
         memory_bytes=table.gpu_mem_gb.to_numpy(float) * MEMORY_UNIT,
     )
+
+
+def save(calibration: ClusterCalibration, file: Path) -> None:
+    """Writes a file atomically; raises OSError, which leaves an existing file unchanged."""
+    values = TypeAdapter(ClusterCalibration).dump_python(calibration, mode="json")
+    write_atomically(file, yaml.safe_dump(values, sort_keys=False))
 
 
 @dataclass(frozen=True)
@@ -338,227 +362,149 @@ def _limit(shares: Floats, passed: Bools) -> MemoryLimit:
     return MemoryLimit(float(share), float(max(spread, SHARPEST)))
 
 
-@dataclass(frozen=True)
-class HeldOutRuns:
-    """Predictions for rows the calibration did not see (shape [rows])."""
+def fit(
+    kind: type[Constants],
+    predict: Callable[[Constants], Floats],
+    measured: Floats,
+    start: Constants | None = None,
+) -> Constants:
+    """Returns the constants that bring log predictions closest to measurements.
 
-    seconds: Floats
-    half_width: Floats
-    upper: Floats
-    """Half-width above the predicted time."""
-    memory_bytes: Floats
-    memory_half_width: Floats
-    fits: Floats
-    runs: Floats
+    `predict` returns the shape and unit of `measured`.
+    """
+    priors = priors_of(kind)
+    columns = ((p.value, p.spread, p.low, p.high) for p in priors.values())
+    prior, spread, least, most = np.array(list(columns)).T
+    low, high = (least - prior) / spread, (most - prior) / spread
+    make: Callable[..., Constants] = kind
 
+    def constants(x: Floats) -> Constants:
+        values = np.clip(prior + x * spread, prior + low * spread, prior + high * spread)
+        return make(**dict(zip(priors, values.tolist(), strict=True)))
 
-@dataclass(frozen=True)
-class ClusterScores:
-    """Prediction scores, as shares unless noted."""
+    def residuals(x: Floats) -> Floats:
+        errors = np.log(predict(constants(x)) / measured)
+        return np.concatenate([errors, PRIOR_WEIGHT * SCALE * x])
 
-    rows: int
-    consistent_rows: int
-    time_error: float
-    """Median over consistent rows."""
-    time_error_all: float
-    near_error: float
-    """Median over rows at least half as fast as the best."""
-    memory_error: float
-    """Median over all measured rows."""
-    rank_correlation: float
-    """Lowest Spearman correlation of any large enough group, or NaN."""
-    pick_loss: float
-    """Mean slowdown of the first choice against the best; 1 if it failed."""
-    top_three_loss: float
-    """Mean slowdown of the best of the top three."""
-    failures_foreseen: float
-    false_alarms: float
-    false_alarms_consistent: float
-    covered: float
-    covered_all: float
-    memory_covered: float
+    first = np.zeros(len(prior))
+    if start is not None:
+        first = (np.array([getattr(start, name) for name in priors]) - prior) / spread
+    solution = least_squares(
+        residuals,
+        first,
+        bounds=(low - 1e-6, high + 1e-6),
+        loss="cauchy",
+        f_scale=SCALE,
+        max_nfev=MOST_EVALUATIONS,
+        ftol=ENOUGH,
+    )
+    return constants(solution.x)
 
 
 @dataclass(frozen=True)
-class PartErrors:
-    """Median errors and coverage of 80 % intervals, as shares; NaN without measurements."""
+class TransferWidths:
+    """Half-widths of log 80 % intervals; see ClusterSpread."""
 
-    part: str
-    rows: int
     time: float
-    time_all: float
+    time_per_doubling: float
     memory: float
-    covered: float
-    """Share of consistent rows within the interval of the time."""
-    covered_all: float
-    memory_covered: float
+    nodes: Widening
+    shape: Widening
 
 
-def inside(runs: MeasuredRuns, held: HeldOutRuns) -> tuple[Bools, Bools]:
-    """Returns which rows are within the intervals of time and of memory."""
-    with np.errstate(invalid="ignore"):
-        logs = np.log(runs.seconds / held.seconds)
-        memory_logs = np.abs(np.log(held.memory_bytes / runs.memory_bytes))
-    time: Bools = (-held.half_width <= logs) & (logs <= held.upper)
-    of_memory: Bools = memory_logs <= held.memory_half_width
-    return time, of_memory
+@dataclass(frozen=True)
+class _Left:
+    """Rows left out of a fit (each of shape [rows])."""
+
+    time: Floats
+    memory: Floats
+    nodes: Floats
+    """Doublings from one node."""
+    distance: Floats
+    """Doublings beyond what the fit has seen."""
 
 
-def errors_by(
-    runs: MeasuredRuns, held: HeldOutRuns, parts: Mapping[str, Bools]
-) -> list[PartErrors]:
-    predicted = np.isfinite(held.seconds)
-    ran = runs.ran & predicted
-    consistent = runs.consistent() & ran
-    in_time, in_memory = inside(runs, held)
-    time = np.abs(held.seconds / runs.seconds - 1)
-    of_memory = np.abs(held.memory_bytes / runs.memory_bytes - 1)
+def transfer_widths(sizes: Floats, nodes: Ints, inside: Errors) -> TransferWidths:
+    """Returns half-widths that cover LEVEL of the rows left out.
 
-    def median(values: Floats) -> float:
-        return float(np.median(values)) if len(values) else float("nan")
-
-    def share(values: Bools) -> float:
-        return float(np.mean(values)) if len(values) else float("nan")
-
-    return [
-        PartErrors(
-            name,
-            int((part & ran).sum()),
-            median(time[part & consistent]),
-            median(time[part & ran]),
-            median(of_memory[part & ran]),
-            share(in_time[part & consistent]),
-            share(in_time[part & ran]),
-            share(in_memory[part & ran]),
-        )
-        for name, part in parts.items()
-        if (part & ran).any()
-    ]
-
-
-def noise_of_twins(runs: MeasuredRuns) -> dict[str, float]:
-    """Returns the standard deviation of a row's log time, by number of nodes.
-
-    Twins differ only in ZeRO stage (0 or 1). Their median distance is divided by 0.954, its value
-    for two standard normals; NaN below three twins.
+    Each number of nodes is predicted from all others. Widenings are errors beyond those of a fit
+    to all rows: of larger numbers predicted from each smaller range, and of models (`sizes` in
+    parameters) predicted from others. `inside` must return errors if nothing is left out.
     """
-    kept = np.flatnonzero(runs.ran & runs.consistent())
-    seconds: dict[tuple[str, PlannedLayout], float] = {}
-    distances: dict[str, list[float]] = {}
-    for row in kept:
-        layout = runs.layouts[int(row)]
-        plain = replace(layout, zero=0)
-        twin = seconds.get((runs.models[row], plain))
-        if layout.zero == 0:
-            seconds[runs.models[row], plain] = float(runs.seconds[row])
-        elif twin:
-            distance = abs(float(np.log(runs.seconds[row] / twin)))
-            distances.setdefault(f"{runs.nodes[row]} nodes", []).append(distance)
-    return {
-        name: float(np.median(values)) / 0.954 if len(values) > 2 else float("nan")
-        for name, values in sorted(distances.items())
-    }
+    everything = np.ones(len(nodes), bool)
+    counts, models = np.unique(nodes), np.unique(sizes)
+    seen = _joined(sizes, nodes, inside, [(everything, everything)])
+    assert seen is not None
+    each = [(nodes != count, nodes == count) for count in counts] if len(counts) > 1 else []
+    left = _joined(sizes, nodes, inside, each) or seen
+    time, slope = _line(left.time, left.nodes)
+    memory = float(np.nanquantile(left.memory, LEVEL))
+    usual, rise = _line(seen.time, seen.nodes)
+    usual_memory = float(np.nanquantile(seen.memory, LEVEL))
+    larger = [(nodes <= count, nodes > count) for count in counts[:-1]]
+    others = [(sizes != size, sizes == size) for size in models] if len(models) > 1 else []
 
+    def wider(splits: list[tuple[Bools, Bools]], default: Widening) -> Widening:
+        parts = [_joined(sizes, nodes, inside, [split]) for split in splits]
+        used = [part for part in parts if part is not None and part.distance.any()]
+        if not used:
+            return default
+        # Each range counts the same, however many rows are beyond it.
+        times = [_growth(p.time - usual - rise * p.nodes, p.distance) for p in used]
+        of_memory = [_growth(p.memory - usual_memory, p.distance) for p in used]
+        return Widening(float(np.mean(times)), float(np.mean(of_memory)))
 
-def predict_with(
-    runs: MeasuredRuns, cluster: Cluster, calibration: ClusterCalibration
-) -> HeldOutRuns:
-    return _predicted(runs, cluster, [(np.ones(len(runs), bool), calibration)])
-
-
-def hold_out(runs: MeasuredRuns, cluster: Cluster, parts: list[Bools]) -> HeldOutRuns:
-    """Predicts each part with a calibration fitted to the others."""
-    return _predicted(
-        runs, cluster, ((part, calibrate(runs.take(~part), cluster, "held out")) for part in parts)
+    return TransferWidths(
+        time, slope, memory, wider(larger, ONE_NODE_COUNT), wider(others, ONE_MODEL)
     )
 
 
-def extrapolate(runs: MeasuredRuns, cluster: Cluster) -> HeldOutRuns | None:
-    """Predicts each number of nodes from at least two smaller ones.
-
-    Other rows are NaN. Returns None below three numbers.
-    """
-    counts = np.unique(runs.nodes)[FEWEST_NODE_COUNTS:]
-    if not len(counts):
+def _joined(
+    sizes: Floats, nodes: Ints, inside: Errors, splits: list[tuple[Bools, Bools]]
+) -> _Left | None:
+    parts = list(_left_out(sizes, nodes, inside, splits))
+    if not parts:
         return None
-    parts = (
-        (runs.nodes == n, calibrate(runs.take(runs.nodes < n), cluster, "fewer")) for n in counts
-    )
-    return _predicted(runs, cluster, parts)
+    return _Left(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def _predicted(
-    runs: MeasuredRuns, cluster: Cluster, parts: Iterable[tuple[Bools, ClusterCalibration]]
-) -> HeldOutRuns:
-    columns = {name: np.full(len(runs), np.nan) for name in HeldOutRuns.__dataclass_fields__}
-    for part, calibration in parts:
-        inside, places = runs.take(part), np.flatnonzero(part)
-        for group, result in predicted(inside, cluster, calibration):
-            rows = places[group.rows]
-            for name in columns.keys() - {"memory_bytes"}:
-                columns[name][rows] = getattr(result, name)
-            columns["memory_bytes"][rows] = result.memory.reserved
-    return HeldOutRuns(**columns)
-
-
-def parts_by_model(runs: MeasuredRuns) -> dict[str, Bools]:
-    return {name: runs.model_column == name for name in sorted(set(runs.models))}
-
-
-def parts_by_nodes(runs: MeasuredRuns) -> dict[str, Bools]:
-    return {f"{nodes} nodes": runs.nodes == nodes for nodes in np.unique(runs.nodes)}
-
-
-def score(runs: MeasuredRuns, cluster: Cluster, held: HeldOutRuns) -> ClusterScores:
-    ran, consistent = runs.ran, runs.consistent() & runs.ran
-    with np.errstate(invalid="ignore"):
-        errors = np.abs(held.seconds / runs.seconds - 1)
-        of_memory = np.abs(held.memory_bytes / runs.memory_bytes - 1)
-    near = np.zeros(len(runs), bool)
-    correlations, picks, triples = [], [], []
-    for group in groups(runs, cluster):
-        rows = group.rows
-        kept = rows & consistent
-        if not kept.any():
+def _left_out(
+    sizes: Floats, nodes: Ints, inside: Errors, splits: list[tuple[Bools, Bools]]
+) -> Iterator[tuple[Floats, Floats, Floats, Floats]]:
+    for seen, left in splits:
+        errors = inside(seen, left)
+        if errors is None:
             continue
-        best = np.min(runs.seconds[rows & ran])
-        near |= kept & (best / np.where(ran, runs.seconds, np.inf) >= NEAR)
-        if kept.sum() >= FEWEST_RANKED:
-            correlations.append(spearmanr(held.seconds[kept], runs.seconds[kept]).statistic)
-        losses = _losses(runs, held, np.flatnonzero(rows))
-        picks.append(losses[0])
-        triples.append(min(losses[:3]))
-    in_time, in_memory = inside(runs, held)
-    said = held.runs < REFUSED_BELOW
-    return ClusterScores(
-        rows=int(ran.sum()),
-        consistent_rows=int(consistent.sum()),
-        time_error=float(np.median(errors[consistent])),
-        time_error_all=float(np.median(errors[ran])),
-        near_error=float(np.median(errors[near])),
-        memory_error=float(np.nanmedian(of_memory[ran])),
-        rank_correlation=float(min(correlations, default=np.nan)),
-        pick_loss=float(np.mean(picks)),
-        top_three_loss=float(np.mean(triples)),
-        failures_foreseen=float(np.mean(said[~ran])) if (~ran).any() else float("nan"),
-        false_alarms=float(np.mean(said[ran])),
-        false_alarms_consistent=float(np.mean(said[consistent])),
-        covered=float(np.mean(in_time[consistent])),
-        covered_all=float(np.mean(in_time[ran])),
-        memory_covered=float(np.mean(in_memory[ran])),
-    )
+        few, many = sizes[seen].min(), sizes[seen].max()
+        size = np.maximum(np.log2(few / sizes[left]), np.log2(sizes[left] / many))
+        more = np.log2(nodes[left] / nodes[seen].max())
+        distance = np.maximum(0.0, size) + np.maximum(0.0, more)
+        yield *errors, np.log2(nodes[left]), distance
 
 
-def _losses(runs: MeasuredRuns, held: HeldOutRuns, rows: Ints) -> list[float]:
-    best = float(np.nanmin(runs.seconds[rows]))
-    losses: dict[PlannedLayout, float] = {}
-    first: list[int] = []
-    for row in rows.tolist():
-        loss = 1 - best / runs.seconds[row] if runs.ran[row] else 1.0
-        layout = runs.layouts[row]
-        if layout not in losses:
-            first.append(row)
-        losses[layout] = min(losses.get(layout, 1.0), float(loss))
-    columns = (held.seconds, held.fits, held.memory_bytes, held.half_width)
-    order = ranked(*(column[np.array(first)] for column in columns))
-    return [losses[runs.layouts[first[place]]] for place in order]
+def _line(errors: Floats, doublings: Floats) -> tuple[float, float]:
+    """Returns the half-width at one node and its increase per doubling of the nodes.
+
+    Minimises the pinball loss at LEVEL (Koenker and Bassett, 1978).
+    """
+    finite = np.isfinite(errors)
+
+    def loss(x: Floats) -> float:
+        over = errors[finite] - (abs(x[0]) + abs(x[1]) * doublings[finite])
+        return float(np.mean(np.maximum(LEVEL * over, (LEVEL - 1) * over)))
+
+    start = np.array([float(np.nanquantile(errors, LEVEL)), 0.01])
+    base, slope = np.abs(minimize(loss, start, method="Nelder-Mead").x)
+    return float(base), float(slope)
+
+
+def _growth(excess: Floats, distance: Floats) -> float:
+    """Returns the smallest slope whose line over `distance` covers LEVEL of the errors.
+
+    `excess` is an error minus the width without distance.
+    """
+    used = np.isfinite(excess) & (distance > 0)
+    rates, weights = excess[used] / distance[used], distance[used]
+    order = np.argsort(rates)
+    share = np.cumsum(weights[order]) / weights.sum()
+    return max(0.0, float(rates[order][np.searchsorted(share, LEVEL)]))

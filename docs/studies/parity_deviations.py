@@ -1,7 +1,7 @@
 """Largest deviations of correct strategies: four models, two seeds, two ranks.
 
-`.venv/bin/python -m scripts.parity_deviations FOLDER` trains about 100 small cells and prints the
-table of docs/studies/parity-deviations.md. An existing folder is only read.
+`.venv/bin/python -m docs.studies.parity_deviations FOLDER` trains about 100 small cells and prints
+the table of docs/studies/parity-deviations.md. An existing folder is only read.
 """
 
 from __future__ import annotations
