@@ -1,9 +1,12 @@
+"""Everything that a run recorded about one cell, as JSON and as blocks."""
+
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from harness.analysis.cell_result import CellResult
@@ -11,19 +14,30 @@ from harness.analysis.ranking import compare
 from harness.analysis.stats import Comparison
 from harness.record.profile_record import COMPONENTS
 from harness.record.trial import TrialRecord
+from harness.spec.text import plural
+from reports import blocks as ui
 from reports import run_facts
+from reports.blocks import data, plain_text, strong
 from reports.export_records import for_json, record_of
 from reports.groups import RankedCell, RankedGroup
+from reports.html_writer import walk
 from reports.memory_sections import KINDS
-from reports.names import Flag, flags
+from reports.names import flags
 from reports.run_facts import StepProfile
-from reports.run_report import ran
+from reports.run_report import RunReport, ran
+from reports.run_sections import SECTIONS
+from reports.text import DASH, MIB, deviation, number, scaled
+from reports.time_sections import utilization
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from harness.record.store import Results
 
+STEPS = 32
+"""Maximum number of characters in a chart of steps."""
+LOG_LINES = 8
+_BARS = "▁▂▃▄▅▆▇█"
 _TRIAL = (
     "trial",
     "attempt",
@@ -47,89 +61,221 @@ _MEMORY = (
 
 
 @dataclass(frozen=True)
-class TrialDetail:
-    trial: TrialRecord
-    slowest_rank_step_seconds: tuple[float, ...]
-    phases: tuple[str, ...]
+class CellDetail:
+    report: RunReport
+    cell: CellResult
+    group: RankedGroup | None
+    """Cells that differ from it only in strategy; None if it is not ranked."""
+    trials: Sequence[TrialRecord]
+    steps: pd.DataFrame
+    """Steps of the cell's ranks."""
+
+    @property
+    def profiled(self) -> StepProfile | None:
+        profiles = self.report.profiled
+        return next((p for p in profiles if p.result.cell_id == self.cell.cell_id), None)
+
+    @property
+    def ratio(self) -> Comparison | None:
+        """Throughput over the fastest cell's; None for the fastest."""
+        fastest = self.group.rows[0] if self.group else self.cell
+        return None if fastest is self.cell else compare(self.cell, fastest)
+
+    @property
+    def log_tail(self) -> str:
+        return next((trial.log_tail for trial in reversed(self.trials) if trial.log_tail), "")
+
+    def slowest(self, trial: TrialRecord) -> pd.DataFrame:
+        """Returns seconds of the slowest rank and phase by step."""
+        own = self.steps[
+            (self.steps["trial"] == trial.trial) & (self.steps["attempt"] == trial.attempt)
+        ]
+        return own.groupby("step").agg({"step_seconds": "max", "phase": "first"})
+
+    def ranks(self) -> list[tuple[int, float | None, int | None]]:
+        """Returns each rank, its median timed step, and its peak memory."""
+        finished = {(trial.trial, trial.attempt) for trial in self.trials if trial.status == "ok"}
+        timed = self.steps[self.steps["phase"] == "timed"]
+        counts = [key in finished for key in zip(timed["trial"], timed["attempt"], strict=True)]
+        by_rank = timed.loc[counts].groupby("rank")["step_seconds"].median()
+        medians: dict[int, float] = dict(zip(by_rank.index.tolist(), by_rank.tolist(), strict=True))
+        peaks = self.cell.memory.peak_memory_bytes_by_rank
+        count = max(len(peaks), max(medians, default=-1) + 1)
+        return [(n, medians.get(n), peaks[n] if n < len(peaks) else None) for n in range(count)]
 
     def as_json(self) -> dict[str, Any]:
-        return {name: for_json(getattr(self.trial, name)) for name in _TRIAL} | {
-            "slowest_rank_step_seconds": for_json(self.slowest_rank_step_seconds),
-            "phases": list(self.phases),
+        ranks = ("rank", "step_seconds_p50", "peak_memory_bytes")
+        return {
+            "started_at": self.report.run.started_at.isoformat(),
+            "hardware": run_facts.hardware(self.report.run),
+            "cell": record_of(self.cell),
+            "cautions": [dataclasses.asdict(flag) for flag in flags(self.cell)],
+            "trials": [self._trial(trial) for trial in self.trials],
+            "ranking": self._ranking(),
+            "memory": self._memory(),
+            "ranks": [dict(zip(ranks, rank, strict=True)) for rank in self.ranks()],
+            "time": self.profiled and _time(self.profiled),
+            "log_tail": self.log_tail,
         }
 
+    def _trial(self, trial: TrialRecord) -> dict[str, Any]:
+        slowest = self.slowest(trial)
+        return {name: for_json(getattr(trial, name)) for name in _TRIAL} | {
+            "slowest_rank_step_seconds": for_json(slowest["step_seconds"].tolist()),
+            "phases": list(map(str, slowest["phase"].tolist())),
+        }
 
-@dataclass(frozen=True)
-class Place:
-    """Place among cells that differ only in strategy."""
-
-    place: int
-    of: int
-    same_as_above: bool
-    setting: str
-    fastest: str
-    ratio: Comparison | None
-    """Throughput over the fastest cell's; None for the fastest."""
-
-    def as_json(self) -> dict[str, Any]:
-        ratio = self.ratio
+    def _ranking(self) -> dict[str, Any] | None:
+        cell, group, ratio = self.cell, self.group, self.ratio
+        if group is None or not isinstance(cell, RankedCell):
+            return None
         return {
-            "place": self.place,
-            "of": self.of,
-            "same_as_above": self.same_as_above,
-            "setting": self.setting,
-            "fastest": self.fastest,
+            "place": cell.place,
+            "of": len(group.rows),
+            "same_as_above": cell.same_as_above,
+            "setting": group.full_title,
+            "fastest": group.rows[0].cell.label,
             "ratio_to_fastest": ratio and ratio.ratio,
             "ratio_low": ratio and for_json(ratio.low),
             "ratio_high": ratio and for_json(ratio.high),
             "verdict": ratio and ratio.verdict,
         }
 
+    def _memory(self) -> dict[str, Any] | None:
+        if self.cell.states.state_bytes is None:
+            return None
+        finished = [trial for trial in self.trials if trial.status == "ok"]
+        kinds = [
+            {
+                "kind": field.removesuffix("_bytes"),
+                "bytes": self.cell.column(field),
+                "formula_bytes": getattr(finished[-1], f"formula_{field}") if finished else None,
+            }
+            for field in KINDS.values()
+        ]
+        return {"kinds": kinds, **{name: for_json(self.cell.column(name)) for name in _MEMORY}}
 
-@dataclass(frozen=True)
-class KindOfState:
-    kind: str
-    """parameter, gradient, optimizer or library."""
-    bytes: float | None
-    formula_bytes: float | None
+    def blocks(self) -> ui.Blocks:
+        cell, run = self.cell, self.report.run
+        started = f"{run.started_at:%Y-%m-%d %H:%M} UTC"
+        blocks: ui.Blocks = [
+            ui.Heading([data(cell.cell.name), "  ", cell.cell_id], 1),
+            ui.Paragraph(["run ", data(cell.run_id), f", {started}; ", run_facts.hardware(run)]),
+        ]
+        if cell.status != "ok":
+            status = f"{cell.status}{' (as expected)' if cell.expected else ''}"
+            blocks.append(ui.Paragraph([strong(status), ": ", data(cell.reason)], "caution"))
+        for flag in flags(cell):
+            blocks.append(ui.Paragraph([strong(flag.word), ": ", data(flag.meaning)], "caution"))
+        blocks += [ui.Part("Throughput", [self._trials_table(), *self._speed()])]
+        ranks = [
+            ui.Row(str(n), [ui.Td(scaled(seconds, 1e3)), ui.Td(scaled(peak, 1 / MIB))])
+            for n, seconds, peak in self.ranks()
+        ]
+        if len(ranks) > 1:
+            columns = ui.heads("step p50 (ms)", "peak (MiB)")
+            blocks.append(ui.Part("Ranks", [ui.Table("", "Ranks", "rank", columns, ranks)]))
+        blocks += self._rows_of_sections()
+        if verified := self._verified():
+            blocks.append(ui.Part("How it was verified", [ui.Facts(verified)]))
+        if self.log_tail:
+            tail = "\n".join(self.log_tail.splitlines()[-LOG_LINES:])
+            blocks.append(ui.Part("End of the log", [ui.Pre(tail)]))
+        return blocks
 
+    def _trials_table(self) -> ui.Table:
+        rows = []
+        for trial in self.trials:
+            name = str(trial.trial) + (f" (attempt {trial.attempt})" if trial.attempt > 1 else "")
+            steps = sparkline(self.slowest(trial)["step_seconds"].tolist())
+            cells = [
+                ui.Td(number(trial.samples_per_second)),
+                ui.Td(steps or (DASH if trial.status == "ok" else trial.status), "word"),
+                ui.Td(scaled(trial.step_seconds_p50, 1e3)),
+                ui.Td(scaled(trial.step_seconds_p95, 1e3)),
+                ui.Td(scaled(trial.peak_memory_bytes, 1 / MIB)),
+            ]
+            rows.append(ui.Row(name, cells))
+        columns = ui.heads(
+            "samples/s",
+            "steps: time of the slowest rank: word",
+            "p50 (ms)",
+            "p95 (ms)",
+            "peak (MiB)",
+        )
+        return ui.Table("", "Trials", "trial", columns, rows)
 
-@dataclass(frozen=True)
-class RankDetail:
-    rank: int
-    step_seconds_p50: float | None
-    peak_memory_bytes: int | None
+    def _speed(self) -> Iterator[ui.Paragraph]:
+        speed, ratio = self.cell.speed, self.ratio
+        if speed.samples_per_second is not None:
+            low, high = speed.samples_per_second_low, speed.samples_per_second_high
+            interval = "1 trial: no interval"
+            if low is not None:
+                interval = f"95 % interval {number(low)} to {number(high)}"
+            rate = speed.tokens_per_second
+            tokens = "" if rate is None else f", {number(rate)} tokens/s"
+            yield ui.Paragraph(
+                f"mean {number(speed.samples_per_second)} samples/s{tokens}, {interval}"
+            )
+        if text := utilization(self.cell):
+            yield ui.Paragraph(text)
+        if self.group and isinstance(self.cell, RankedCell):
+            place = self.cell.place
+            alike = f", tied with place {place - 1}" if self.cell.same_as_above else ""
+            where = f"place {place} of {len(self.group.rows)}{alike}: "
+            yield ui.Paragraph([where, data(self.group.full_title)])
+            if ratio:
+                ends = (
+                    "" if ratio.low is None else f" ({number(ratio.low)} to {number(ratio.high)})"
+                )
+                fastest = data(self.group.rows[0].cell.label)
+                words = f"{number(ratio.ratio)} x the fastest{ends}, "
+                yield ui.Paragraph([words, fastest, f": {ratio.verdict}"])
 
+    def _rows_of_sections(self) -> Iterator[ui.Part]:
+        """Yields the cell's row of each table of the report, without what was there before."""
+        seen: set[tuple[str, str]] = set()
+        for section in sorted(SECTIONS, key=lambda section: section.name != "cells"):
+            blocks = section.blocks(self.report) if section.runs(self.report) else []
+            facts: list[tuple[str, ui.Words]] = []
+            for name, words in self._row(blocks) if section.name != "verdict" else ():
+                fact = name, plain_text(words)
+                if fact[1] not in (DASH, "") and fact not in seen and name != "Flags":
+                    seen.add(fact)
+                    facts.append((name, words))
+            yield ui.Part(section.title, [ui.Facts(facts)])
 
-@dataclass(frozen=True)
-class CellDetail:
-    started_at: datetime
-    hardware: str
-    cell: CellResult
-    cautions: tuple[Flag, ...]
-    trials: tuple[TrialDetail, ...]
-    place: Place | None
-    kinds: tuple[KindOfState, ...] | None
-    ranks: tuple[RankDetail, ...]
-    profiled: StepProfile | None
-    log_tail: str
+    def _row(self, blocks: Sequence[ui.Block]) -> Iterator[tuple[str, ui.Words]]:
+        """Yields columns and texts of the cell's rows in these blocks."""
+        tables = [one for one in walk(ui.visible(blocks, "text")) if isinstance(one, ui.Table)]
+        for table in tables:
+            for row in table.rows:
+                ids = row.attributes.get("data-cell"), row.attributes.get("id", "")[len("cell-") :]
+                for head, td in zip(table.columns, row.cells, strict=True):
+                    if self.cell.cell_id in ids:
+                        name = f"{head.title} ({head.unit})" if head.unit else head.title
+                        yield name, td.words
 
-    def as_json(self) -> dict[str, Any]:
-        memory = {name: for_json(self.cell.column(name)) for name in _MEMORY}
-        return {
-            "started_at": self.started_at.isoformat(),
-            "hardware": self.hardware,
-            "cell": record_of(self.cell),
-            "cautions": [dataclasses.asdict(caution) for caution in self.cautions],
-            "trials": [trial.as_json() for trial in self.trials],
-            "ranking": self.place and self.place.as_json(),
-            "memory": None
-            if self.kinds is None
-            else {"kinds": [dataclasses.asdict(kind) for kind in self.kinds], **memory},
-            "ranks": [dataclasses.asdict(rank) for rank in self.ranks],
-            "time": self.profiled and _time(self.profiled),
-            "log_tail": self.log_tail,
-        }
+    def _verified(self) -> list[tuple[str, ui.Words]]:
+        parity = self.cell.parity
+        if parity.verdict is None:
+            return []
+        facts: list[tuple[str, ui.Words]] = [("steps", plural(self.cell.cell.parity_steps, "step"))]
+        if parity.reason:
+            facts.append(("reason", data(parity.reason)))
+        if parity.moments_skipped_reason:
+            facts.append(("optimizer", data(parity.moments_skipped_reason)))
+        if parity.rewinds:
+            times = "once" if parity.rewinds == 1 else f"{parity.rewinds} times"
+            loss, update = parity.rewind_loss_deviation, parity.rewind_update_deviation
+            words = f"{times} between timed steps: largest deviation in loss {deviation(loss)}, in"
+            facts.append(("state rewound", f"{words} parameters {deviation(update)}"))
+        elif parity.rewind_skipped_reason:
+            facts.append(("state never rewound", data(parity.rewind_skipped_reason)))
+        if losses := [x for x in parity.losses if x is not None and math.isfinite(x)]:
+            ends = f"from {losses[0]:.4f} to {losses[-1]:.4f} nats"
+            facts.append(("loss", f"{sparkline(losses)} {ends}"))
+        return facts
 
 
 def in_full(results: Results, steps: pd.DataFrame, cell_id: str) -> CellDetail:
@@ -137,74 +283,26 @@ def in_full(results: Results, steps: pd.DataFrame, cell_id: str) -> CellDetail:
     report = ran(results)
     (cell,) = [cell for cell in report.cells if cell.cell_id == cell_id]
     ranked = [
-        (group, row) for group in report.groups for row in group.rows if row.cell_id == cell_id
+        (row, group) for group in report.groups for row in group.rows if row.cell_id == cell_id
     ]
     every = TrialRecord.from_frame(results.trials[results.trials["cell_id"] == cell_id])
     trials = sorted(every, key=lambda trial: (trial.trial, trial.attempt))
-    return CellDetail(
-        started_at=report.run.started_at,
-        hardware=run_facts.hardware(report.run),
-        cell=ranked[0][1] if ranked else cell,
-        cautions=flags(cell),
-        trials=tuple(_trial(trial, steps) for trial in trials),
-        place=_place(*ranked[0]) if ranked else None,
-        kinds=_kinds(cell, trials),
-        ranks=_ranks(cell, steps, trials),
-        profiled=next((cell for cell in report.profiled if cell.result.cell_id == cell_id), None),
-        log_tail=next((trial.log_tail for trial in reversed(trials) if trial.log_tail), ""),
-    )
+    row, group = ranked[0] if ranked else (cell, None)
+    return CellDetail(report, row, group, trials, steps)
 
 
-def _trial(trial: TrialRecord, steps: pd.DataFrame) -> TrialDetail:
-    own = steps[(steps["trial"] == trial.trial) & (steps["attempt"] == trial.attempt)]
-    by_step = own.groupby("step")
-    return TrialDetail(
-        trial,
-        tuple(by_step["step_seconds"].max().tolist()),
-        tuple(str(phase) for phase in by_step["phase"].first().tolist()),
-    )
-
-
-def _place(group: RankedGroup, cell: RankedCell) -> Place:
-    fastest = group.rows[0]
-    return Place(
-        cell.place,
-        len(group.rows),
-        cell.same_as_above,
-        group.full_title,
-        fastest.cell.label,
-        None if cell is fastest else compare(cell, fastest),
-    )
-
-
-def _kinds(cell: CellResult, trials: Sequence[TrialRecord]) -> tuple[KindOfState, ...] | None:
-    if cell.states.state_bytes is None:
-        return None
-    finished = [trial for trial in trials if trial.status == "ok"]
-    return tuple(
-        KindOfState(
-            field.removesuffix("_bytes"),
-            cell.column(field),
-            getattr(finished[-1], f"formula_{field}") if finished else None,
-        )
-        for field in KINDS.values()
-    )
-
-
-def _ranks(
-    cell: CellResult, steps: pd.DataFrame, trials: Sequence[TrialRecord]
-) -> tuple[RankDetail, ...]:
-    finished = {(trial.trial, trial.attempt) for trial in trials if trial.status == "ok"}
-    timed = steps[steps["phase"] == "timed"]
-    counts = [key in finished for key in zip(timed["trial"], timed["attempt"], strict=True)]
-    by_rank = timed.loc[counts].groupby("rank")["step_seconds"].median()
-    medians: dict[int, float] = dict(zip(by_rank.index.tolist(), by_rank.tolist(), strict=True))
-    peaks = cell.memory.peak_memory_bytes_by_rank
-    count = max(len(peaks), max(medians, default=-1) + 1)
-    return tuple(
-        RankDetail(rank, medians.get(rank), peaks[rank] if rank < len(peaks) else None)
-        for rank in range(count)
-    )
+def sparkline(values: Sequence[float | None], most: int = STEPS) -> str:
+    """Returns a block per value; of more than `most`, the largest of each of `most` groups."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    if not finite:
+        return ""
+    count = min(most, len(finite))
+    edges = [i * len(finite) // count for i in range(count + 1)]
+    largest = [max(finite[a:b]) for a, b in itertools.pairwise(edges)]
+    low, high = min(largest), max(largest)
+    if not high > low:
+        return _BARS[3] * count
+    return "".join(_BARS[round((len(_BARS) - 1) * (x - low) / (high - low))] for x in largest)
 
 
 def _time(cell: StepProfile) -> dict[str, Any]:

@@ -90,21 +90,21 @@ def _navigation(sections: Iterable[PageSection]) -> str:
     return f'<nav aria-label="Sections"><ul>{links}</ul></nav>'
 
 
-def _walk(blocks: Iterable[ui.Block]) -> Iterable[ui.Block]:
+def walk(blocks: Iterable[ui.Block]) -> Iterable[ui.Block]:
     for block in blocks:
         yield block
         if isinstance(block, ui.Details | ui.Box):
-            yield from _walk(block.blocks)
+            yield from walk(block.blocks)
 
 
 def charts_in(blocks: Iterable[ui.Block]) -> Iterable[ui.Chart]:
-    for block in _walk(blocks):
+    for block in walk(blocks):
         if isinstance(block, ui.Charts):
             yield from block.charts
 
 
 def _rows(blocks: Iterable[ui.Block]) -> Iterable[ui.Row]:
-    for block in _walk(blocks):
+    for block in walk(blocks):
         if isinstance(block, ui.Table):
             yield from block.rows
 

@@ -1,4 +1,4 @@
-"""The report of several runs: the newest against others, and cells' histories."""
+"""Comparisons: one run or folder with another, or the newest run with several and its history."""
 
 from __future__ import annotations
 
@@ -19,16 +19,20 @@ from harness.spec.errors import UsageError
 from harness.spec.text import plural
 from reports import blocks as ui
 from reports import run_facts
-from reports.blocks import BREAK, data, joined, phrase, prose, small
+from reports.blocks import BREAK, data, joined, phrase, prose, small, strong
 from reports.html_writer import PageHead
 from reports.line_chart import Trend
+from reports.markdown_writer import markdown_text
 from reports.run_report import only
 from reports.sections import Section, Written, written_page, written_text
-from reports.text import DASH, MIB, exact, number, signed
+from reports.text import DASH, MIB, exact, number, signed, size
 
 if TYPE_CHECKING:
     from harness.record.store import Results
 
+FOLDED = ("added", "no difference seen", "not compared")
+"""Kinds of lines that a comment folds."""
+_SIDES = "A is the other run, B the newest."
 MOST_CHARTS = 60
 MOST_CHANGES = 5
 MOST_COLUMNS = 6
@@ -56,11 +60,20 @@ ComparedRow = tuple[MeasuredCell, list["ComparedCell | None"]]
 
 @dataclass(frozen=True)
 class Runs:
-    runs: tuple[Run, ...]
-    shown: tuple[Run, ...]
+    runs: tuple[Run, ...] = ()
+    shown: tuple[Run, ...] = ()
     """Runs with a column, newest first, without the newest run itself."""
-    throughput: tuple[Series, ...]
-    memory: tuple[Series, ...]
+    throughput: tuple[Series, ...] = ()
+    memory: tuple[Series, ...] = ()
+    alone: RunComparison | None = None
+    """Comparison of two sides that need not be runs, in place of the runs."""
+
+    @property
+    def comparisons(self) -> list[tuple[str, RunComparison]]:
+        """Comparisons with the name of their first side, newest first."""
+        if self.alone:
+            return [(self.alone.first, self.alone)]
+        return [(run.run_id, run.against) for run in self.shown if run.against]
 
     @property
     def newest(self) -> Run:
@@ -101,24 +114,23 @@ class Runs:
         return sorted(rows.values(), key=lambda row: row[0].cell_name)
 
     @property
-    def others(self) -> list[tuple[Run, ComparedCell]]:
+    def others(self) -> list[tuple[str, ComparedCell]]:
         """Cells without a throughput comparison, regressions first."""
         lines = [
-            (run, line)
-            for run in self.shown
-            if run.against
-            for line in run.against.lines
+            (name, line)
+            for name, against in self.comparisons
+            for line in against.lines
             if not line.throughput
         ]
-        return sorted(lines, key=lambda pair: not pair[1].regression)
+        return sorted(lines, key=lambda pair: not self.alone and not pair[1].regression)
 
     @property
     def method(self) -> dict[str, str]:
-        compared = {"Test": RUNS_METHOD} | next(
-            (run.against.method for run in self.shown if run.against), {}
-        )
+        compared = next((against.method for _, against in self.comparisons), {})
+        if self.alone:
+            return compared
         history = {f"History: {name.lower()}": text for name, text in method("throughput").items()}
-        return compared | history
+        return {"Test": RUNS_METHOD} | compared | history
 
 
 def compare_all(results: Results) -> Runs:
@@ -229,6 +241,8 @@ def trend(series: Series, name: str) -> Trend:
 
 
 def verdict_blocks(runs: Runs) -> ui.Blocks:
+    if runs.alone:
+        return _headline(runs.alone)
     blocks: ui.Blocks = []
     if runs.shown and (against := runs.shown[0].against):
         words = prose("runs latest", run=data(runs.shown[0].run_id), headline=against.headline)
@@ -282,7 +296,22 @@ def _older(run: Run) -> tuple[str, list[ui.Inline]]:
     return run.run_id, phrase(f"{_date(run)}, matrix ", matrix, f", {verified}, ", hardware)
 
 
+def _headline(compared: RunComparison) -> ui.Blocks:
+    blocks: ui.Blocks = [ui.Paragraph(compared.headline, "lead")]
+    if compared.differences:
+        names = joined([data(one) for one in compared.differences])
+        blocks.append(ui.Paragraph(prose("compare software", names=names), "caution"))
+    if cells := disturbed(compared):
+        words = prose("compare disturbed", cells=plural(len(cells), "cell"))
+        blocks.append(ui.Paragraph(words, "caution"))
+    return blocks
+
+
 def cells_blocks(runs: Runs) -> ui.Blocks:
+    if len(runs.comparisons) == 1:
+        ((_, compared),) = runs.comparisons
+        table = _table([line for line in compared.lines if line.throughput], compared.confidence)
+        return [ui.Part("", [table], "" if runs.alone else _SIDES)]
     columns = ui.heads("Newest (samples/s)")
     columns += [ui.ColumnHead(run.run_id, "ratio, interval") for run in runs.shown]
     rows = [
@@ -295,6 +324,53 @@ def cells_blocks(runs: Runs) -> ui.Blocks:
     ]
     label = "Throughput of the newest run over the others"
     return [ui.Part("", [ui.Table("ratios", label, "Cell", columns, rows)], prose("runs cells"))]
+
+
+def _table(lines: Sequence[ComparedCell], confidence: float) -> ui.Table:
+    """Returns both sides of cells and their ratio."""
+    columns = ui.heads(
+        "A samples/s",
+        "B samples/s",
+        "B / A",
+        f"{confidence * 100:.4g} % interval",
+        "verdict: word",
+        "peak memory, A to B",
+    )
+    label = "Throughput and memory of B over A"
+    return ui.Table("", label, "cell", columns, list(map(_line_row, lines)))
+
+
+def _line_row(line: ComparedCell) -> ui.Row:
+    speed, memory, interval, peaks = line.throughput, line.memory, DASH, DASH
+    if speed and speed.low is not None and speed.high is not None:
+        interval = f"{speed.low:.3f} to {speed.high:.3f}"
+    if line.first and line.second and memory:
+        peaks = f"{size(line.first.peak)} to {size(line.second.peak)}, x {memory.ratio:.2f}"
+    return ui.Row(
+        data(line.cell_name),
+        [
+            *map(_side, (line.first, line.second)),
+            ui.Td(_number("ratio", speed.ratio, f"{speed.ratio:.3f}") if speed else DASH),
+            ui.Td(interval),
+            verdict_td(line),
+            ui.Td(_number("memory_ratio", memory.ratio, peaks) if memory else peaks),
+        ],
+        {"data-kind": line.kind},
+    )
+
+
+def _side(cell: MeasuredCell | None) -> ui.Td:
+    trials = f" ({plural(cell.result.recorded_trials, 'trial')})" if cell else ""
+    return ui.Td([number(cell.speed if cell else None), small(trials)])
+
+
+def disturbed(compared: RunComparison, *, changed: bool = False) -> list[tuple[str, str]]:
+    """Returns disturbed cells and causes; `changed`: only those with a difference."""
+    return [
+        (line.cell_name, "; ".join(line.disturbed))
+        for line in compared.lines
+        if line.disturbed and not (changed and line.verdict == "no difference seen")
+    ]
 
 
 def _number(field: str, value: float | None, text: str = "") -> ui.Span:
@@ -314,17 +390,27 @@ def _ratio(line: ComparedCell | None, run: Run) -> ui.Td:
 
 
 def others_blocks(runs: Runs) -> ui.Blocks:
-    columns = ui.heads("Newest against: word", "What: word", "Why: prose")
+    columns = [] if runs.alone else ui.heads("Newest against: word")
+    columns += ui.heads("What: word", "Why: prose")
     rows = [
         ui.Row(
             data(line.cell_name),
-            [ui.Td(data(run.run_id), "word"), verdict_td(line), ui.Td(data(line.reason), "prose")],
+            [
+                *([] if runs.alone else [ui.Td(data(name), "word")]),
+                verdict_td(line),
+                ui.Td(data(line.reason), "prose"),
+            ],
+            {"data-kind": line.kind},
         )
-        for run, line in runs.others
+        for name, line in runs.others
     ]
     label = "Cells without a comparison, with the reason"
-    about = "A is the other run, B the newest."
-    return [ui.Part("", [ui.Table("", label, "Cell", columns, rows)], about)]
+    table = ui.Table("", label, "Cell", columns, rows)
+    return [ui.Part("", [table], "" if runs.alone else _SIDES)]
+
+
+def disturbed_blocks(runs: Runs) -> ui.Blocks:
+    return [ui.Facts(disturbed(runs.alone))] if runs.alone else []
 
 
 def verdict_td(line: ComparedCell) -> ui.Td:
@@ -408,10 +494,9 @@ def method_blocks(runs: Runs) -> ui.Blocks:
 
 SECTIONS: tuple[Section[Runs], ...] = (
     Section("verdict", "Verdict", verdict_blocks, in_text=True),
-    Section(
-        "cells", "Cells of the newest run against the others", cells_blocks, "Cells", in_text=True
-    ),
+    Section("cells", "Throughput and memory", cells_blocks, "Cells", in_text=True),
     Section("others", "Without a comparison", others_blocks, in_text=True),
+    Section("disturbed", "Disturbed trials", disturbed_blocks),
     Section("history", "History", history_blocks),
     Section("changes", "All cells over the runs", changes_blocks, "Changes", in_text=True),
     Section("method", "How it was decided", method_blocks, in_text=True),
@@ -419,12 +504,25 @@ SECTIONS: tuple[Section[Runs], ...] = (
 
 
 def runs_page(runs: Runs, requested: Sequence[str] = (), printed: bool = False) -> Written:
-    newest = runs.newest
+    if alone := runs.alone:
+        head = PageHead(
+            f"{alone.first} compared with {alone.second}",
+            "What changed?",
+            [
+                ["A ", data(alone.first, "strong")],
+                ["B ", data(alone.second, "strong")],
+                plural(alone.comparisons, "comparison"),
+            ],
+            prose("compare footer"),
+            navigation=False,
+        )
+        return written_page(runs, head, SECTIONS)
+    newest, count = runs.newest, plural(len(runs.runs), "run")
     head = PageHead(
-        f"{plural(len(runs.runs), 'run')} compared, the newest {newest.run_id}",
+        f"{count} compared, the newest {newest.run_id}",
         "How do these runs compare?",
         [
-            plural(len(runs.runs), "run"),
+            count,
             ["newest ", data(newest.run_id, "strong")],
             ["matrix ", data(newest.row.matrix, "strong")],
             data(newest.hardware),
@@ -438,3 +536,63 @@ def runs_text(runs: Runs, requested: Sequence[str] = ()) -> Written:
     count = plural(len(runs.runs), "run")
     title = f"How do these runs compare? {count}, the newest {runs.newest.run_id}"
     return written_text(runs, [ui.Heading(title, 1)], SECTIONS, requested)
+
+
+def page(compared: RunComparison) -> str:
+    return runs_page(Runs(alone=compared)).text
+
+
+def comment(compared: RunComparison) -> ui.Blocks:
+    """Returns a pull request's comment: findings first, the rest folded."""
+    shown = [line for line in compared.lines if line.regression or line.kind not in FOLDED]
+    title = ui.Heading([compared.first, " → ", compared.second])
+    blocks: ui.Blocks = [title, ui.Paragraph(strong(compared.headline))]
+    if compared.differences:
+        blocks.append(ui.Paragraph(f"Not the same software: {', '.join(compared.differences)}"))
+    blocks += _line_blocks(compared, shown)
+    for kind in FOLDED:
+        if some := [line for line in compared.lines if line.kind == kind and line not in shown]:
+            blocks.append(ui.Details(f"{kind}: {len(some)}", _line_blocks(compared, some)))
+    if cells := disturbed(compared):
+        blocks.append(ui.Details(f"disturbed trials of cells: {len(cells)}", [ui.Facts(cells)]))
+    method = ui.Facts(list(compared.method.items()))
+    return [*blocks, ui.Details("how it was decided", [method])]
+
+
+def markdown(compared: RunComparison) -> str:
+    return markdown_text(comment(compared))
+
+
+def told(compared: RunComparison) -> ui.Blocks:
+    """Returns what a terminal shows: everything in order, the headline last."""
+    blocks: ui.Blocks = [
+        ui.Paragraph(["A: ", data(compared.first)]),
+        ui.Paragraph(["B: ", data(compared.second)]),
+    ]
+    if compared.differences:
+        names = data(", ".join(compared.differences))
+        blocks.append(ui.Paragraph(["different software: ", names], "caution"))
+    blocks += _line_blocks(compared, compared.lines)
+    changed = disturbed(compared, changed=True)
+    for name, cause in changed:
+        blocks.append(ui.Paragraph(["disturbed ", data(name), f": {cause}"], "caution"))
+    if others := len(disturbed(compared)) - len(changed):
+        cells = plural(others, "other cell" if changed else "cell")
+        words = f"disturbed trials of {cells} without a difference; the page lists them"
+        blocks.append(ui.Paragraph(words, "caution"))
+    method = ui.Facts(list(compared.method.items()))
+    return [*blocks, method, ui.Paragraph(strong(compared.headline))]
+
+
+def _line_blocks(compared: RunComparison, lines: Sequence[ComparedCell]) -> ui.Blocks:
+    measured = [line for line in lines if line.throughput]
+    blocks: ui.Blocks = [_table(measured, compared.confidence)] if measured else []
+    items = [
+        phrase(
+            ui.Span(line.kind, f"strong{' bad' if line.regression else ''}"),
+            f" {line.cell_name}: {line.reason}",
+        )
+        for line in lines
+        if not line.throughput
+    ]
+    return [*blocks, ui.Bullets(items)] if items else blocks

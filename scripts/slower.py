@@ -212,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def measure(arguments: Sequence[str]) -> int:
-    from reports.comparison import markdown
+    from reports.runs import markdown
 
     given = _parser().parse_args(arguments)
     if given.rounds < 2:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 WIDTH = 28
 """Width of a history chart in characters, one per run."""
-_BLOCKS = "▁▂▃▄▅▆▇█"
 
 Sides: TypeAlias = Annotated[
     list[str] | None,
@@ -166,7 +165,7 @@ def _by_suffix(out: Path | None) -> str:
 
 
 def _text(comparison: RunComparison, chosen: str) -> str:
-    from reports.comparison import markdown, page
+    from reports.runs import markdown, page
 
     if chosen == "json":
         return json.dumps(comparison.as_json()) + "\n"
@@ -186,56 +185,17 @@ def _table(comparison: RunComparison, out: Path | None) -> None:
     import io
 
     from rich.console import Console
-    from rich.markup import escape
 
     from bench.cli import terminal
-    from harness.spec.text import plural
-    from reports.comparison import disturbed, titles, words
+    from reports.runs import told
 
-    console = (
-        terminal.console()
-        if out is None
-        else Console(file=io.StringIO(), width=160, highlight=False, soft_wrap=True)
-    )
-    console.print(f"A: {escape(comparison.first)}\nB: {escape(comparison.second)}")
-    if comparison.differences:
-        console.print(
-            f"[yellow]different software[/yellow]: {escape(', '.join(comparison.differences))}"
-        )
-    table = terminal.table(None, *titles(comparison.confidence), left=("cell", "verdict"))
-    for line in comparison.lines:
-        if line.throughput:
-            table.add_row(
-                *(escape(word) for word in words(line)), style=_colour(line.regression, line.kind)
-            )
-    if table.row_count:
-        console.print(table)
-    for line in comparison.lines:
-        if not line.throughput:
-            colour = _colour(line.regression, line.kind) or "default"
-            console.print(
-                f"[{colour}]{line.kind}[/{colour}] {escape(line.cell_name)}: {escape(line.reason)}"
-            )
-    changed = disturbed(comparison, changed=True)
-    for name, explanation in changed:
-        console.print(f"[yellow]disturbed[/yellow] {escape(name)}: {escape(explanation)}")
-    if others := len(disturbed(comparison)) - len(changed):
-        cells = plural(others, "other cell" if changed else "cell")
-        console.print(
-            f"[yellow]disturbed[/yellow] trials of {cells} without a difference;"
-            " --format html lists them"
-        )
-    for name, explanation in comparison.method.items():
-        console.print(f"{name}: {escape(explanation)}")
-    console.print(f"[bold]{escape(comparison.headline)}[/bold]")
-    if isinstance(console.file, io.StringIO):
-        _give(console.file.getvalue(), out)
-
-
-def _colour(regression: bool, kind: str) -> str:
-    if regression:
-        return "red"
-    return {"faster": "green", "fixed": "green", "not compared": "yellow"}.get(kind, "")
+    if out is None:
+        terminal.write(terminal.console(), told(comparison))
+        return
+    console = Console(file=io.StringIO(), width=160, highlight=False, soft_wrap=True)
+    terminal.write(console, told(comparison))
+    assert isinstance(console.file, io.StringIO)
+    _give(console.file.getvalue(), out)
 
 
 def _show_history(
@@ -324,6 +284,7 @@ def _cells(out: Console, all_series: list[Series]) -> None:
     from rich.markup import escape
 
     from bench.cli import terminal
+    from reports.cell_detail import sparkline
     from reports.runs import change_words
 
     texts = ("over the runs", "last change")
@@ -339,17 +300,8 @@ def _cells(out: Console, all_series: list[Series]) -> None:
             escape(series.cell_name),
             str(len(values)),
             _value_text(series, values[-1]),
-            sparkline(values[-WIDTH:]),
+            sparkline(values[-WIDTH:], WIDTH),
             since,
         )
     if all_series:
         out.print(table)
-
-
-def sparkline(values: list[float]) -> str:
-    low, high = min(values), max(values)
-    if not high > low:
-        return _BLOCKS[3] * len(values)
-    return "".join(
-        _BLOCKS[round((len(_BLOCKS) - 1) * (value - low) / (high - low))] for value in values
-    )

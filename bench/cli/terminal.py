@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
     from harness.analysis.cell_result import CellResult
     from harness.record.plan import Plan
     from harness.record.store import Store
+    from reports import blocks as ui
 
 MEBIBYTE = 2**20
+STYLES = {"bad": "red", "good": "green", "strong": "bold"}
 
 
 def console(quiet: bool = False) -> Console:
@@ -39,6 +42,60 @@ def table(title: str | None, *columns: str, left: Collection[str] = ()) -> Table
         else:
             made.add_column(column, justify="right")
     return made
+
+
+def write(out: Console, blocks: Sequence[ui.Block]) -> None:
+    """Prints blocks of a report without its charts. Tables fold into the terminal."""
+    from reports import blocks as ui
+
+    for block in ui.visible(blocks, "text"):
+        match block:
+            case ui.Heading(words):
+                out.print(f"[bold]{_markup(words)}[/bold]")
+            case ui.Paragraph(words, kind):
+                out.print(_markup(words), style="yellow" if kind == "caution" else "")
+            case ui.Bullets(items):
+                for item in items:
+                    out.print(f"- {_markup(item)}")
+            case ui.Facts(rows):
+                for name, words in rows:
+                    out.print(f"  {_markup(name)}: {_markup(words)}")
+            case ui.Table():
+                out.print(_table(block))
+            case ui.Pre(content):
+                for line in content.splitlines():
+                    out.print(f"  {_markup(line)}")
+            case ui.Details(summary, inner):
+                out.print(f"[bold]{_markup(summary)}[/bold]")
+                write(out, inner)
+            case ui.Box(_, inner):
+                write(out, inner)
+
+
+def _table(block: ui.Table) -> Table:
+    units = [f"{head.title} ({head.unit})" if head.unit else head.title for head in block.columns]
+    left = [i for i, head in enumerate(block.columns) if head.kind != "number"]
+    made = table(None, escape(block.first))
+    for place, title in enumerate(map(escape, units)):
+        made.add_column(title, justify="left" if place in left else "right", overflow="fold")
+    for row in block.rows:
+        kinds = [kind for td in row.cells for kind in td.kind.split()]
+        style = next((style for kind, style in STYLES.items() if kind in kinds), "")
+        made.add_row(*map(_markup, (row.head, *(td.words for td in row.cells))), style=style)
+    return made
+
+
+def _markup(words: ui.Words) -> str:
+    """Returns words on one line, as markup without control characters."""
+    from reports.blocks import BREAK, spans
+    from reports.text import printable
+
+    parts = []
+    for span in spans(words):
+        text = ", " if span is BREAK else escape(re.sub(r"\s+", " ", printable(span.text)))
+        styles = [STYLES[name] for name in span.style.split() if name in STYLES]
+        parts.append(f"[{' '.join(styles)}]{text}[/]" if styles and text else text)
+    return "".join(parts)
 
 
 def say_unused_gpus(out: Console) -> str | None:

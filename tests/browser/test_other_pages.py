@@ -13,7 +13,7 @@ from harness.planner.cluster import cluster_plan
 from harness.planner.cluster.calibration import load
 from harness.record.integrity import stores_below
 from harness.record.store import Store
-from reports import comparison, overview, runs, write_report, write_whole
+from reports import overview, runs, write_report, write_whole
 from reports.prediction_page import plan_page
 from reports.run_report import only
 from reports.runs import runs_page
@@ -36,7 +36,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "index": overview.page(store, folder),
     }
     first, last = (select(run_id(day), only(results, [run_id(day)])) for day in (0, DAYS - 1))
-    found["compare"] = comparison.page(compare_sides(first, last))
+    found["compare"] = runs.page(compare_sides(first, last))
     plan = cluster_plan.plan(QUESTION, load())
     squares = cluster_plan.sweep(QUESTION, load(), plan.goal)
     found["plan"] = plan_page(plan, cluster_plan.explanation(plan), "made", squares)

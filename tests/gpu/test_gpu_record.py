@@ -23,7 +23,7 @@ from harness.record.trial import TrialRecord
 from harness.run.runner import Runner
 from harness.spec.cell import Cell
 from harness.worker.rank_answer import RankAnswer
-from reports.comparison import markdown
+from reports.runs import markdown
 from tests.gpu.fake_nvml import FakeNvml, h100_node, install
 from tests.unit.html_page import page_of
 from tests.unit.made_results import stored, trial_rows

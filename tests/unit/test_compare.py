@@ -22,7 +22,7 @@ from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
-from reports.comparison import markdown, page
+from reports.runs import markdown, page
 from tests.unit.compared_runs import CELL, NEW, OLD, OTHER, compared, frames, only, together
 from tests.unit.made_results import MIB, diverged_rows, left_out, trial_rows
 

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from harness.spec.cell import Cell
-from reports.comparison import markdown, page
+from reports.runs import markdown, page
 from tests.unit.compared_runs import CELL, compared
 from tests.unit.html_page import HOSTILE, content_policy
 from tests.unit.made_results import left_out, trial_rows

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench.cli.show import BAR, STEPS, bar, draw, show, sparkline_of
+from bench.cli import terminal
+from bench.cli.show import show
 from harness.record.profile_record import COMPONENTS, ProfileRecord
 from harness.record.run_record import RunRecord, StepRecord
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from harness.spec.errors import NoRuns, UsageError
-from reports.cell_detail import in_full
+from reports.cell_detail import STEPS, in_full, sparkline
 from tests import commands
 from tests.unit.html_page import HOSTILE
 from tests.unit.made_results import MIB, diverged_rows, left_out, run_row, states, trial_rows
@@ -131,9 +132,11 @@ def test_words_and_charts(store: Store) -> None:
         "99.9 samples/s, 6,397 tokens/s, 95 % interval",
         "place 2 of 2: llama-mini · 2 devices · fp32 · batch 8",
         "slower",
-        "16.0 (−11.1 %)",
+        "Together (MiB): 16.0",
+        "Off by: −11.1 %",
         "not profiled in this run",
-        "1.2e-07 of 1.0e-05 allowed",
+        "loss deviation: 1.2e-07",
+        "loss tolerance: 1.0e-05",
         "█▆▃▁",
     ):
         assert words in told, words
@@ -166,7 +169,7 @@ def test_parts_of_a_profiled_step(store: Store) -> None:
         "straggler_rank": None,
         "gpu_seconds": None,
     }
-    assert "exposed communication" in ask(store, "ddp")
+    assert "Exposed communication (ms): 500" in ask(store, "ddp")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +195,7 @@ def test_no_runs(tmp_path: Path) -> None:
 def test_tables_fold_into_the_terminal(store: Store, width: int) -> None:
     out = Console(file=io.StringIO(), width=width, highlight=False, soft_wrap=True)
     results = store.load([NEW], steps=False)
-    draw(out, in_full(results, store.steps_of(NEW, DDP.id), DDP.id))
+    terminal.write(out, in_full(results, store.steps_of(NEW, DDP.id), DDP.id).blocks())
     assert isinstance(out.file, io.StringIO)
     tables = [line for line in out.file.getvalue().splitlines() if line[:1] in tuple("┏┃┡│└")]
     assert tables
@@ -200,11 +203,9 @@ def test_tables_fold_into_the_terminal(store: Store, width: int) -> None:
 
 
 def test_charts_of_characters() -> None:
-    assert (bar(10, 10), bar(0, 10), bar(None, 10), bar(5, 0)) == ("█" * BAR, "", "", "")
-    assert bar(10 / 160, 10) == "▏"
-    assert sparkline_of([]) == ""
-    assert sparkline_of([None, 1.0, 2.0]) == "▁█"
-    long = sparkline_of([0.0] * 999 + [1.0])
+    assert sparkline([]) == ""
+    assert sparkline([None, 1.0, 2.0]) == "▁█"
+    long = sparkline([0.0] * 999 + [1.0])
     assert (len(long), long[-1], set(long[:-1])) == (STEPS, "█", {"▁"})
 
 
