@@ -29,6 +29,8 @@ class GpuModel:
     """Exact name by NVML, or by torch for ROCm, without the maker."""
     maker: str
     host_name: str
+    also: tuple[str, ...]
+    """Other names that people write."""
     memory_bytes: int
     fp32_flops_per_second: float | None
     """Dense peak without tensor cores, so without TF32."""
@@ -71,6 +73,7 @@ class _Row(BaseModel):
 
     name: str
     host: str
+    also: tuple[str, ...] = ()
     maker: str = NVIDIA
     memory: int
     fp32: float | None = None
@@ -103,6 +106,7 @@ def _model(row: _Row, source: str) -> GpuModel:
         product_name=row.name,
         maker=row.maker,
         host_name=row.host,
+        also=row.also,
         memory_bytes=row.memory * MEBIBYTE,
         fp32_flops_per_second=row.fp32 and row.fp32 * TERA,
         bf16_flops_per_second=half if row.bf16 else None,
@@ -133,35 +137,36 @@ def peak_flops_per_second(device_name: str | None, precision: str) -> float | No
     return model.peak_flops_per_second(precision) if model else None
 
 
-_WORDS = ("nvidia", "amd", "instinct", "geforce", "tesla", "quadro", "generation", "hbm3", "hbm2e")
-"""Words to ignore in a GPU's name."""
+_IGNORED = re.compile(
+    r"nvidia|amd|instinct|geforce|tesla|quadro|generation|hbm3|hbm2e|sxm\d?(?!\d)|[^a-z0-9]|"
+    "(?<=g)i(?=b)"
+)
+"""What does not matter in a GPU's name; GiB counts as GB."""
+
+
+@functools.cache
+def _by_plain_name() -> dict[str, GpuModel]:
+    names = {
+        name: model
+        for model in gpu_models().values()
+        for name in (model.host_name, model.product_name, *model.also)
+    }
+    return {_plain(name): model for name, model in names.items()}
+
+
+def _plain(name: str) -> str:
+    return _IGNORED.sub("", name.lower())
 
 
 def gpu_named(text: str) -> GpuModel:
-    """Returns the GPU called `4090`, `rtx-4090-24gb`, `h100` or `A100 80GB`.
+    """Returns the GPU called `4090`, `rtx-4090-24gb`, `h100` or `A100 80GB` (gpu_models.yaml).
 
     Raises UsageError with the nearest names if none or several match.
     """
-    models = gpu_models()
-    parts = [part for part in re.split(r"[\s_\-]+", text.lower()) if part not in _WORDS]
-    name = re.sub(r"(?<=\d)gib\b", "gb", re.sub(r"-(\d+)-gb\b", r"-\1gb", "-".join(parts)))
-    name = re.sub(r"-?sxm\d?", "", name)
-    if name.endswith("-pcie"):
-        name = re.sub(r"^(\w+)-(\d+gb)-pcie$", r"\1-pcie-\2", name)
-    plain, memory = (
-        (match[1], int(match[2]))
-        if (match := re.fullmatch(r"(.+)-(\d+)gb", name))
-        else (name, None)
-    )
-    for candidate in (name, f"rtx-{name}", f"rtx-{name.removeprefix('rtx-')}"):
-        if candidate in models:
-            return models[candidate]
-    for candidate in (plain, f"rtx-{plain}"):
-        model = models.get(candidate)
-        if model and memory and abs(model.memory_bytes / 1e9 / memory - 1) < 0.15:
-            return model
-    sizes = [host for host in models if re.fullmatch(re.escape(name) + r"-\d+gb", host)]
-    if len(sizes) == 1:
-        return models[sizes[0]]
-    near = sizes or difflib.get_close_matches(name, models, 3, 0.4) or list(models)
+    plain = _plain(text)
+    if model := _by_plain_name().get(plain):
+        return model
+    hosts = list(gpu_models())
+    near = [host for host in hosts if plain and _plain(host).startswith(plain)]
+    near = near or difflib.get_close_matches(text.lower(), hosts, 3, 0.4) or hosts
     raise UsageError(f"GPU {text!r} is not in the table; the nearest are {', '.join(near)}")
