@@ -1,28 +1,26 @@
 """Tries what ranks need from this host and what no cell shows on its own.
 
-`python -m bench.probes DEVICE` prints a line of JSON for each probe. It is a process of its own,
-because probes initialise CUDA, and a process that has done so cannot fork ranks.
+Each probe has a process of its own: most initialise CUDA, after which ranks cannot be forked.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from harness.host.apart import Ended, call_apart
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LIMIT_SECONDS = 180.0
-MOST_OF_AN_ERROR = 300
+LIMIT_SECONDS = 120.0
+"""Limit of a probe, which may import every library from a slow disk."""
 PRODUCT_ERROR = 1e-5
 """Largest relative error of an fp32 product; TF32's is about 3e-4."""
 FLOAT8_ERROR = 0.1
@@ -69,7 +67,7 @@ def _use(device: str) -> str:
     """Multiplies matrices, and says what NVML tells this process about its GPU."""
     import torch
 
-    from harness.measure.resource_use import rank_gpus
+    from harness.measure.resource_use import RankGpus
 
     factor = torch.ones(1024, 1024, device=device)
     if float((factor @ factor).sum()) != 1024.0**3:
@@ -78,7 +76,7 @@ def _use(device: str) -> str:
         return "multiplies matrices"
     if not torch.ones(2**20).pin_memory().is_pinned():
         raise ProbeFailed("memory cannot be pinned")
-    gpus = rank_gpus([torch.device("cuda", 0)])
+    gpus = RankGpus([torch.device("cuda", 0)])
     gpus.start()
     gpus.stop()
     use = gpus.use()
@@ -206,40 +204,22 @@ PROBES: dict[str, Callable[[str], str]] = {
     "rounding": rounding,
     "float8": float8,
 }
-"""Probes by name; the first one needs a process that has not initialised CUDA."""
 
 
-def probe(device: str, limit: float = LIMIT_SECONDS) -> list[ProbeAnswer]:
-    """Runs all probes in one process; if it dies or hangs, the rest are missing."""
-    command = [sys.executable, "-m", "bench.probes", device]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
-        text, ending = done.stdout, f"the process ended with exit code {done.returncode}"
-        if said := done.stderr.strip().splitlines():
-            ending += f": {said[-1][:MOST_OF_AN_ERROR]}"
-    except subprocess.TimeoutExpired as error:
-        output = error.stdout or b""
-        text = output.decode() if isinstance(output, bytes) else output
-        ending = f"no answer within {limit:.0f} s"
-    lines = [line for line in text.splitlines() if line.startswith("{")]
-    answers = [ProbeAnswer(**json.loads(line)) for line in lines]
-    if len(answers) < len(PROBES):
-        answers.append(ProbeAnswer(list(PROBES)[len(answers)], "fails", ending))
-    return answers
+def probe(device: str) -> list[ProbeAnswer]:
+    return [_probed(name, device) for name in PROBES]
+
+
+def _probed(name: str, device: str) -> ProbeAnswer:
+    found = call_apart(answer, name, device, limit=LIMIT_SECONDS)
+    return ProbeAnswer(name, "fails", found.reason) if isinstance(found, Ended) else found
 
 
 def answer(name: str, device: str) -> ProbeAnswer:
+    """Runs a probe in this process; errors of libraries are raised."""
     try:
         return ProbeAnswer(name, "works", PROBES[name](device))
     except DoesNotApply as reason:
         return ProbeAnswer(name, "does not apply", str(reason))
     except ProbeFailed as reason:
         return ProbeAnswer(name, "fails", str(reason))
-    except Exception as error:  # any error of a library is the answer
-        return ProbeAnswer(name, "fails", f"{type(error).__name__}: {error}"[:MOST_OF_AN_ERROR])
-
-
-if __name__ == "__main__":
-    for probe_name in PROBES:
-        print(json.dumps(asdict(answer(probe_name, sys.argv[1]))), flush=True)
-    os._exit(0)  # some libraries hang or crash when Python exits

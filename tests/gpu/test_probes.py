@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +14,18 @@ from bench.expand import expand
 from bench.host import Host
 from bench.matrix import read_matrix
 from bench.probes import PROBES, ProbeAnswer, answer, probe
+from harness.host.apart import Ended
 
 
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [("rounding", "works"), ("peer access", "does not apply"), ("float8", "does not apply")],
+)
+def test_a_probe_answers_on_a_cpu(name: str, state: str) -> None:
+    assert answer(name, "cpu").state == state
+
+
+@pytest.mark.thorough
 def test_each_probe_answers_in_a_process_of_its_own() -> None:
     answers = {found.name: found for found in probe("cpu")}
     assert list(answers) == list(PROBES)
@@ -50,22 +58,9 @@ def test_gpus_without_access_to_each_other_are_named(monkeypatch: pytest.MonkeyP
     assert (found.state, found.text[-6:]) == ("works", "0 to 1")
 
 
-@pytest.mark.parametrize("ending", ["os._exit(7)", "time.sleep(60)"])
-def test_a_process_that_dies_or_hangs_names_the_probe(
-    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = json.dumps({"name": "forked rank", "state": "works", "text": "fine"})
-    program = tmp_path / "program.py"
-    program.write_text(f"import os, time\nprint({line!r}, flush=True)\n{ending}\n")
-    run = subprocess.run
-    monkeypatch.setattr(
-        subprocess, "run", lambda _, **options: run([sys.executable, str(program)], **options)
-    )
-    first, last = probe("cpu", limit=3)
-    assert (first.state, last.name, last.state) == ("works", "collectives", "fails")
-    assert last.text == (
-        "the process ended with exit code 7" if "exit" in ending else "no answer within 3 s"
-    )
+def test_a_probe_without_an_answer_fails_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.probes.call_apart", lambda *_, limit: Ended("exit code -11"))
+    assert {(found.state, found.text) for found in probe("cpu")} == {("fails", "exit code -11")}
 
 
 @pytest.mark.parametrize(("state", "code"), [("works", 0), ("does not apply", 0), ("fails", 1)])
