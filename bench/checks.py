@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 
-from harness.host.amd import AmdSmi, NoAmdSmi, rocm_version
+from harness.host.amd import rocm_version
 from harness.host.environment import unused_gpus
 from harness.host.gpu_inventory import Gpu, GpuFacts, gpu_facts, gpu_topology, visible_gpus
 from harness.host.gpu_models import gpu_model
-from harness.host.gpu_state import GpuState, heat, started_library, states_of
-from harness.host.nvml import Nvml
+from harness.host.gpu_state import GpuState, heat, states_of
+from harness.host.nvml import nvml
 from harness.spec.text import plural
 
 GIB = 2**30
@@ -50,17 +50,10 @@ def gpu_troubles() -> list[Trouble]:
     if not devices:
         return list(_unused())
     troubles = [trouble for facts in gpu_facts() for trouble in _settings(facts)]
-    troubles += [trouble for state in _states(devices) for trouble in _state(state)]
+    with nvml() as library:
+        states = list(states_of(library, devices)) if library else []
+    troubles += [trouble for state in states for trouble in _state(state)]
     return [*troubles, *_unproven(), *_software(), *_surroundings(devices)]
-
-
-def _states(devices: Sequence[Gpu]) -> Iterator[GpuState]:
-    library = started_library()
-    if library is None:
-        return
-    yield from states_of(library, devices)
-    if isinstance(library, Nvml):
-        library.close()
 
 
 def _settings(facts: GpuFacts) -> Iterator[Trouble]:
@@ -71,10 +64,7 @@ def _settings(facts: GpuFacts) -> Iterator[Trouble]:
             subject,
             f"its power limit is {limit:.0f} W; the default is {default:.0f} W",
             "it runs at lower clocks than other GPUs of this model, so results look slower",
-            _command(
-                f"sudo nvidia-smi -i {number} -pl {default:.0f}",
-                f"sudo amd-smi set -g {number} --power-cap {default:.0f}",
-            ),
+            f"sudo nvidia-smi -i {number} -pl {default:.0f}",
         )
     if facts.persistence is False:
         yield Trouble(
@@ -103,12 +93,7 @@ def _settings(facts: GpuFacts) -> Iterator[Trouble]:
 
 def _state(state: GpuState) -> Iterator[Trouble]:
     subject, number = f"GPU {state.index}", state.index
-    # AMD's driver lists a process of one GPU for all, with 0 bytes for the others.
-    others = [
-        process
-        for process in state.processes or ()
-        if process.pid != os.getpid() and process.memory_bytes != 0
-    ]
+    others = [process for process in state.processes or () if process.pid != os.getpid()]
     if others:
         sizes = [process.memory_bytes for process in others if process.memory_bytes is not None]
         taken = f" with {sum(sizes) / GIB:.1f} GiB" if sizes else ""
@@ -133,24 +118,16 @@ def _state(state: GpuState) -> Iterator[Trouble]:
             subject,
             heat(state) if state.slowed else idle,
             "its clocks drop during a run",
-            "improve cooling, or wait; check with: "
-            + _command(
-                f"nvidia-smi -i {number} -q -d TEMPERATURE,PERFORMANCE",
-                f"amd-smi metric -g {number} --temperature --clock",
-            ),
+            "improve cooling, or wait; check with:"
+            f" nvidia-smi -i {number} -q -d TEMPERATURE,PERFORMANCE",
         )
     if state.uncorrected_errors:
         yield Trouble(
             subject,
             f"{state.uncorrected_errors} memory errors could not be corrected",
             "results may be wrong and ranks may crash",
-            "restart the host; list them with: "
-            + _command(f"nvidia-smi -i {number} -q -d ECC", f"amd-smi metric -g {number} --ecc"),
+            f"restart the host; list them with: nvidia-smi -i {number} -q -d ECC",
         )
-
-
-def _command(nvidia: str, amd: str) -> str:
-    return amd if rocm_version() else nvidia
 
 
 def _unproven() -> Iterator[Trouble]:
@@ -158,19 +135,11 @@ def _unproven() -> Iterator[Trouble]:
         return
     yield Trouble(
         "ROCm",
-        f"the suite has only run on stand-ins for ROCm ({version}), never on an AMD GPU",
-        "forked ranks, memory limits, CUDA graphs, RCCL, float8 and bitwise parity are unproven",
+        f"the suite has never run on an AMD GPU (HIP {version})",
+        "forked ranks, memory limits, CUDA graphs, RCCL, float8 and bitwise parity are unproven;"
+        " energy, clocks and other processes' memory are unknown",
         "python -m bench run --matrix gpu, which tries each of them",
     )
-    try:
-        AmdSmi.start()
-    except NoAmdSmi as error:
-        yield Trouble(
-            "ROCm",
-            str(error),
-            "energy, clocks, temperatures and other processes' memory are unknown",
-            "pip install /opt/rocm/share/amd_smi",
-        )
 
 
 def _unused() -> Iterator[Trouble]:
@@ -186,7 +155,7 @@ def _software() -> Iterator[Trouble]:
         yield from unused
         return
     if not torch.distributed.is_nccl_available():
-        what = f"torch {torch.__version__} is built without {_command('NCCL', 'RCCL')}"
+        what = f"torch {torch.__version__} is built without NCCL"
         yield Trouble(
             "torch", what, "GPUs cannot communicate with each other", "make setup, on this host"
         )

@@ -154,7 +154,7 @@ def _devices() -> dict[str, str]:
         rows["between GPUs"] = ", ".join(sorted(between))
     rows["used by cells"] = device_type()
     if version := rocm_version():
-        rows["used by cells"] += f" (ROCm, HIP {version}; torch calls it cuda)"
+        rows["used by cells"] += f" (ROCm, HIP {version}, never run; torch calls it cuda)"
     if reason := unused_gpus():
         rows["GPUs not used"] = reason
     return rows

@@ -6,15 +6,12 @@ import functools
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
 
-from harness.host.amd import AmdSmi, NoAmdSmi, TorchGpu, rocm_version, torch_gpus
+from harness.host.amd import TorchGpu, rocm_version, torch_gpus
 from harness.host.nvml import Handle, Nvml, nvml
 
-_Answer = TypeVar("_Answer")
 _CORE_WORDS = 64
 """64-bit words in NVML's sets of cores: up to 4096 cores."""
 _NODE_WORDS = 1
@@ -46,8 +43,6 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
-    if rocm_version():
-        return Driver(_asked(lambda library: library.driver_version()), None)
     with nvml() as library:
         if library is None:
             return Driver(None, None)
@@ -90,39 +85,10 @@ def _of_torch(index: int, gpu: TorchGpu) -> Gpu:
         memory_bytes=gpu.memory_bytes,
         capability=None,
         pci_bus_id=gpu.pci_bus_id,
-        numa_node=_numa_node(gpu.pci_bus_id),
-        cores=_local_cores(gpu.pci_bus_id),
+        numa_node=None,
+        cores=(),
         mig=False,
     )
-
-
-_PCI = Path("/sys/bus/pci/devices")
-
-
-def _numa_node(bus: str) -> int | None:
-    try:
-        node = int((_PCI / bus / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None  # -1: the host has only one
-
-
-def _local_cores(bus: str) -> tuple[int, ...]:
-    try:
-        text = (_PCI / bus / "local_cpulist").read_text().strip()
-    except OSError:
-        return ()
-    spans = [span.partition("-") for span in text.split(",") if span]
-    return tuple(
-        core for first, _, last in spans for core in range(int(first), int(last or first) + 1)
-    )
-
-
-def _asked(question: Callable[[AmdSmi], _Answer]) -> _Answer | None:
-    try:
-        return question(AmdSmi.start())
-    except NoAmdSmi:
-        return None
 
 
 def nearby_cores(position: int) -> tuple[int, ...]:
@@ -248,32 +214,20 @@ _NVLINK_VERSIONS = dict(
 class GpuFacts(Gpu):
     """Identity and settings of a GPU; None if not reported."""
 
-    ecc: bool | None
-    persistence: bool | None
+    ecc: bool | None = None
+    persistence: bool | None = None
     """Whether the driver stays loaded while no process uses the GPU."""
-    power_limit_watts: float | None
-    default_power_limit_watts: float | None
+    power_limit_watts: float | None = None
+    default_power_limit_watts: float | None = None
 
 
 def gpu_facts() -> list[GpuFacts]:
     if rocm_version():
-        return [_amd_facts(device) for device in visible_gpus()]
+        return [GpuFacts(**vars(device)) for device in visible_gpus()]
     with nvml() as library:
         if library is None:
             return []
         return [_facts(library, device) for device in visible_gpus()]
-
-
-def _amd_facts(device: Gpu) -> GpuFacts:
-    limits = _asked(lambda library: library.power_limits(device.pci_bus_id))
-    now, default = limits or (None, None)
-    return GpuFacts(
-        **vars(device),
-        ecc=None,
-        persistence=None,
-        power_limit_watts=now,
-        default_power_limit_watts=default,
-    )
 
 
 def _physical_gpu(library: Nvml, device: Gpu) -> Handle | None:

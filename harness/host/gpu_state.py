@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from harness.host.amd import AmdSmi, NoAmdSmi, rocm_version
 from harness.host.gpu_inventory import Gpu, visible_gpus
 from harness.host.nvml import GpuProcess, Handle, Nvml
 from harness.spec.typed_json import parsed
@@ -83,7 +82,7 @@ class GpuState:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """A rank's GPUs during and after the timed steps, by NVML or amd-smi."""
+    """A rank's GPUs during and after the timed steps, by NVML."""
 
     uuids: tuple[str, ...] = ()
     counted_seconds: float = 0.0
@@ -140,44 +139,8 @@ def state_of(library: Nvml, handle: Handle, index: int, uuid: str) -> GpuState:
     )
 
 
-def amd_state(library: AmdSmi, bus: str, index: int, uuid: str) -> GpuState:
-    """`bus`: PCI bus id. Reasons for lowered clocks are unknown."""
-    limit, default = library.power_limits(bus)
-    listed = library.processes(bus)
-    return GpuState(
-        index=index,
-        uuid=uuid,
-        sm_mhz=library.clock(bus, "GFX", "clk"),
-        sm_max_mhz=library.clock(bus, "GFX", "max_clk"),
-        memory_mhz=library.clock(bus, "MEM", "clk"),
-        memory_max_mhz=library.clock(bus, "MEM", "max_clk"),
-        temperature_celsius=library.celsius(bus),
-        power_watts=library.watts(bus),
-        power_limit_watts=limit,
-        default_power_limit_watts=default,
-        corrected_errors=library.errors(bus, "correctable_count"),
-        uncorrected_errors=library.errors(bus, "uncorrectable_count"),
-        used_bytes=library.used_bytes(bus),
-        processes=None if listed is None else tuple(GpuProcess(*one) for one in listed.items()),
-    )
-
-
-def started_library() -> Nvml | AmdSmi | None:
-    """Starts the library that answers for this host's GPUs, if any."""
-    if not rocm_version():
-        return Nvml.start()
-    try:
-        return AmdSmi.start()
-    except NoAmdSmi:
-        return None
-
-
-def states_of(library: Nvml | AmdSmi, devices: Iterable[Gpu]) -> Iterator[GpuState]:
+def states_of(library: Nvml, devices: Iterable[Gpu]) -> Iterator[GpuState]:
     for device in devices:
-        if isinstance(library, AmdSmi):
-            if library.knows(device.pci_bus_id):
-                yield amd_state(library, device.pci_bus_id, device.index, device.uuid)
-            continue
         handle = library.handle("nvmlDeviceGetHandleByUUID", device.uuid)
         if handle is not None:
             yield state_of(library, handle, device.index, device.uuid)
@@ -188,13 +151,13 @@ class GpuLook:
     """Reads the visible GPUs' states around each trial. The library stays started: without
     persistence mode, each start wakes every GPU for seconds."""
 
-    _library: Nvml | AmdSmi | None = None
+    _library: Nvml | None = None
     _devices: tuple[Gpu, ...] = ()
 
     def states(self, count: int) -> tuple[GpuState, ...]:
         if self._library is None:
             self._devices = visible_gpus()
-            self._library = started_library() if self._devices else None
+            self._library = Nvml.start() if self._devices else None
         if self._library is None:
             return ()
         return tuple(states_of(self._library, self._devices[:count]))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from harness.host.amd import AmdSmi, NoAmdSmi, TorchGpu, described, rocm_version
-from harness.host.gpu_state import GpuState, GpuUse, amd_state, state_of
+from harness.host.amd import rocm_version
+from harness.host.gpu_state import GpuState, GpuUse, state_of
 from harness.host.nvml import Handle, Nvml
 from harness.host.process import descendants
 
@@ -227,8 +227,13 @@ class RankGpus:
             self._states,
             None if sizes is None else max(size for size, _ in sizes),
             None if sizes is None else max(size - reserved for size, reserved in sizes),
-            unanswered="" if self.complete else "NVML did not answer",
+            unanswered=self._unanswered(),
         )
+
+    def _unanswered(self) -> str:
+        if self.complete:
+            return ""
+        return "NVML reports no AMD GPUs" if rocm_version() else "NVML did not answer"
 
     def _own_bytes(self) -> list[tuple[int, int]] | None:
         """Returns this process's bytes and torch's reserved bytes on each GPU; None if NVML does
@@ -245,87 +250,6 @@ class RankGpus:
                 return None
             sizes.append((size, torch.cuda.memory_reserved(device)))
         return sizes
-
-
-class RankAmdGpus(RankGpus):
-    """A rank's GPUs under ROCm, read through amd-smi, or torch without it."""
-
-    def _start(self) -> None:
-        import torch
-
-        self._smi: AmdSmi | None = None
-        self._unanswered = ""
-        self._gpus: list[TorchGpu] = [
-            described(torch.cuda.get_device_properties(device)) for device in self.devices
-        ]
-        self.uuids = [gpu.uuid for gpu in self._gpus]
-        try:
-            library = AmdSmi.start()
-        except NoAmdSmi as error:
-            self._unanswered = str(error)
-            return
-        if lacking := [gpu.pci_bus_id for gpu in self._gpus if not library.knows(gpu.pci_bus_id)]:
-            self._unanswered = f"amd-smi has no GPU {lacking[0]}"
-            return
-        self._smi = library
-
-    def joules(self) -> dict[str, tuple[float, float]] | None:
-        counters = {}
-        for gpu in self._gpus:
-            joules = self._smi.joules(gpu.pci_bus_id) if self._smi else None
-            if joules is None:
-                return None
-            counters[gpu.uuid] = (joules, 0.0)
-        return counters
-
-    def start(self) -> None:
-        self._begun = time.perf_counter(), []
-
-    def stop(self) -> None:
-        if self._begun is not None:
-            self._seconds += time.perf_counter() - self._begun[0]
-            self._begun = None
-            self._states = tuple(
-                self._state_of(device, gpu)
-                for device, gpu in zip(self.devices, self._gpus, strict=True)
-            )
-
-    def _state_of(self, device: torch.device, gpu: TorchGpu) -> GpuState:
-        import torch
-
-        index = device.index or 0
-        if self._smi is not None:
-            return amd_state(self._smi, gpu.pci_bus_id, index, gpu.uuid)
-        free, total = torch.cuda.mem_get_info(device)
-        return GpuState(index, gpu.uuid, used_bytes=total - free)
-
-    def use(self) -> GpuUse | None:
-        sizes = self._own_bytes()
-        return GpuUse(
-            tuple(self.uuids),
-            self._seconds,
-            states=self._states,
-            process_bytes=None if sizes is None else max(size for size, _ in sizes),
-            context_bytes=None if sizes is None else max(size - held for size, held in sizes),
-            unanswered=self._unanswered,
-        )
-
-    def _own_bytes(self) -> list[tuple[int, int]] | None:
-        import torch
-
-        sizes = []
-        for device, gpu in zip(self.devices, self._gpus, strict=True):
-            listed = self._smi.processes(gpu.pci_bus_id) if self._smi else None
-            size = (listed or {}).get(os.getpid())
-            if size is None:
-                return None
-            sizes.append((size, torch.cuda.memory_reserved(device)))
-        return sizes
-
-
-def rank_gpus(devices: Sequence[torch.device]) -> RankGpus:
-    on_gpus = any(device.type == "cuda" for device in devices)
-    return RankAmdGpus(devices) if on_gpus and rocm_version() else RankGpus(devices)
 
 
 POWERCAP = Path("/sys/class/powercap")

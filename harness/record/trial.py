@@ -248,7 +248,7 @@ class TrialRecord(Record):
     # Efficiency.
 
     energy_joules_per_sample: float | None = None
-    """energy of the GPUs (NVML, amd-smi) or the nodes' CPU packages (RAPL); null without counters
+    """energy of the GPUs (NVML) or the nodes' CPU packages (RAPL); null without counters
     """
     trend: float | None = None
     """relative change of step time over the timed steps if significant (Kendall, p < 0.01), else 0;
@@ -278,7 +278,7 @@ class TrialRecord(Record):
     reserved_memory_bytes_by_rank: tuple[Int64, ...] = ()
     """by rank: this peak, on its fullest device"""
     nvml_memory_bytes_by_rank: tuple[Int64, ...] = ()
-    """by rank: its memory by NVML or amd-smi after the timed steps; empty: unknown"""
+    """by rank: its memory by NVML after the timed steps; empty: unknown"""
     context_memory_bytes_by_rank: tuple[Int64, ...] = ()
     """by rank: NVML memory beyond what the allocator reserved: CUDA context, communication buffers,
     libraries; empty: unknown"""

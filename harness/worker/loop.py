@@ -11,7 +11,7 @@ from harness.measure.clock import busy_fraction, timed_step
 from harness.measure.memory_kinds import retained, state_bytes
 from harness.measure.peak_memory import MemoryMeter
 from harness.measure.rank_traffic import RankTraffic, folder_bytes
-from harness.measure.resource_use import Energy, Load, rank_gpus
+from harness.measure.resource_use import Energy, Load, RankGpus
 from harness.measure.routing import ExpertTokens, counted, routers_of
 from harness.parity.comparison import SGD_ERROR, deviations_from
 from harness.parity.deviations import Deviations
@@ -123,7 +123,7 @@ class Loop:
             and job.train_state is not None
             and job.train_state.over_tcp
         )
-        self.gpus = rank_gpus(meter.devices)
+        self.gpus = RankGpus(meter.devices)
         self.load, self.energy = Load(), Energy.of(self.gpus, job.rank == spec.ranks.start)
         self._counted_from: int | None = None
         self.turn_client = TurnClient(spec.turns.address) if spec.turns else None
