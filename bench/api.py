@@ -90,7 +90,6 @@ def run(
     skip: Sequence[str] = (),
     settings: Mapping[str, object] | None = None,
     trials: int | None = None,
-    precision: float | None = None,
     time_budget_seconds: float | None = None,
     timed_seconds: float | None = None,
     results: str | Path = "results",
@@ -102,13 +101,12 @@ def run(
     """Trains, verifies and records cells, or a matrix; returns the recorded results.
 
     `cells`: cells, or axes as in a matrix, where a list stands for several cells. `settings`: axes
-    set in all cells. `precision`: relative half width that every throughput's interval must reach,
-    such as 0.02. `run_id`: name of the run; an existing one is continued. `listener`: receives
+    set in all cells. `run_id`: name of the run; an existing one is continued. `listener`: receives
     progress. Other parameters are options of `bench run`.
 
     Raises UsageError for a mistake. After KeyboardInterrupt, `run_id` continues the run.
     """
-    _check(bool(cells), bool(matrix), trials, precision)
+    _check(bool(cells), bool(matrix), trials)
     _check_times(time_budget_seconds=time_budget_seconds, timed_seconds=timed_seconds)
     from bench.execution import RunOptions, conclude, execute, prepare
     from bench.matrix import known_axes
@@ -123,7 +121,6 @@ def run(
         changes=known_axes(settings or {}),
         model=model,
         trials=trials,
-        precision=precision,
         time_budget_seconds=time_budget_seconds,
         timed_seconds=timed_seconds,
         baseline_cell=baseline,
@@ -142,7 +139,7 @@ def run(
     return RecordedRuns(**vars(tables), baseline=prepared.baseline)
 
 
-def _check(cells: bool, matrix: bool, trials: int | None, precision: float | None) -> None:
+def _check(cells: bool, matrix: bool, trials: int | None) -> None:
     from harness.host.packages import TRAINING, missing
 
     if threading.current_thread() is not threading.main_thread():
@@ -156,8 +153,6 @@ def _check(cells: bool, matrix: bool, trials: int | None, precision: float | Non
         raise UsageError("bench.run needs either cells or a matrix")
     if trials is not None and (not isinstance(trials, int) or trials < 1):
         raise UsageError(f"trials {trials!r}: give a whole number of at least 1")
-    if precision is not None and not 0 < precision < 1:
-        raise UsageError(f"precision {precision!r}: give a fraction between 0 and 1, such as 0.02")
 
 
 def _check_times(**seconds: float | None) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from bench.host import Host, host_of
-from bench.planning import PlanOptions, kept_or_new_plan, require_no_budget
+from bench.planning import PlanOptions, kept_or_new_plan
 from bench.select import baseline_choice
 from harness.analysis.baseline import Choice
 from harness.analysis.precision import Precision, precision
@@ -105,8 +105,10 @@ def prepare(plan_options: PlanOptions, options: RunOptions) -> Prepared:
         )
     if host_name and not (options.dry_run and plan_options.matrix):
         raise UsageError("--host only plans for another host: it needs --matrix and --dry-run")
-    if options.share[1] > 1:
-        require_no_budget(plan_options, "--share")
+    if options.share[1] > 1 and plan_options.time_budget_seconds is not None:
+        raise UsageError(
+            "--share runs all planned rounds, so --time-budget cannot shorten them: leave it out"
+        )
     plan, begun = kept_or_new_plan(store, plan_options, options.resume)
     host = host_of(host_name, nodes)
     todo = Runner(store, plan, share=options.share).open_trials()
@@ -213,7 +215,7 @@ def conclude(store: Store, ended: Ended, baseline: Choice | None) -> Concluded |
     if loaded.trials.empty:
         return None
     report = ran(loaded, baseline)
-    concluded = Concluded(report, precision(timed(report.cells, plan.once)))
+    concluded = Concluded(report, precision(timed(report.cells, plan.not_compared)))
     if ended.all_recorded:
         store.write_conclusion(_conclusion(concluded, ended))
     return concluded

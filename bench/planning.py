@@ -17,7 +17,6 @@ from harness.run.allocation import launches_per_round, not_compared
 from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 
-HOUR = 3600.0
 FROM_PYTHON = "bench.run"
 """Matrix name of runs whose cells were given in Python."""
 _PLAN_INPUTS = (
@@ -42,10 +41,7 @@ class PlanOptions:
     """Axes set in all cells."""
     model: str = ""
     trials: int | None = None
-    precision: float | None = None
-    """Relative half width of every throughput's interval; None: no such target."""
     time_budget_seconds: float | None = None
-    interleave: bool = False
     timed_seconds: float | None = None
     baseline_cell: str = ""
     run_id: str = ""
@@ -62,9 +58,7 @@ class PlanOptions:
         return bool(
             self.chooses_cells
             or self.trials
-            or self.precision
             or self.time_budget_seconds is not None
-            or self.interleave
             or self.timed_seconds is not None
         )
 
@@ -75,8 +69,7 @@ def kept_or_new_plan(store: Store, options: PlanOptions, resume: bool) -> tuple[
         if options.changes_a_plan:
             raise UsageError(
                 "--resume continues a run as it was planned: leave out --only, --skip, --set,"
-                " --model, --data, --trials, --timed-seconds, --precision, --time-budget and"
-                " --interleave"
+                " --model, --data, --trials, --timed-seconds and --time-budget"
             )
         if not options.run_id:
             return resumable(store, options.matrix or None), True
@@ -145,10 +138,8 @@ def _differing(plan: Plan, options: PlanOptions) -> list[str]:
     new = _new_plan(options)
     differs = {
         "cells": options.chooses_cells and _cell_ids(new) != _cell_ids(plan),
-        "precision": bool(options.precision) and new.precision != plan.precision,
         "time budget": options.time_budget_seconds is not None
         and new.time_budget_seconds != plan.time_budget_seconds,
-        "interleaving": new.interleaved and not plan.interleaved,
         "timed seconds": options.timed_seconds is not None
         and new.timed_seconds != plan.timed_seconds,
     }
@@ -167,8 +158,6 @@ def _matrix(options: PlanOptions) -> Matrix:
 
 
 def _new_plan(options: PlanOptions) -> Plan:
-    if options.interleave:
-        require_no_budget(options, "--interleave")
     matrix, host = _matrix(options), host_of(options.host, options.nodes)
     name = options.matrix or FROM_PYTHON
     expanded = expand(
@@ -188,70 +177,20 @@ def _new_plan(options: PlanOptions) -> Plan:
         options.run_id,
         expanded.once,
     )
-    seconds = options.timed_seconds
+    seconds, budget = options.timed_seconds, options.time_budget_seconds
     seconds = matrix.timed_seconds if seconds is None else seconds
-    if options.precision:
-        plan = dataclasses.replace(
-            plan,
-            precision=options.precision,
-            time_budget_seconds=options.time_budget_seconds or HOUR,
-        )
-    elif options.trials or options.interleave:
-        plan = dataclasses.replace(plan, time_budget_seconds=options.time_budget_seconds)
-    elif plan.trials > 1 or seconds or options.time_budget_seconds is not None:
-        budget = options.time_budget_seconds
-        if budget is None and matrix.time_budget_minutes:
-            budget = matrix.time_budget_minutes * 60
-        plan = dataclasses.replace(plan, until_answered=True, time_budget_seconds=budget)
+    plan = dataclasses.replace(plan, timed_seconds=seconds, time_budget_seconds=budget)
     chosen = baseline_choice(options.baseline_cell, plan.cells)
-    if not options.interleave:
-        plan = dataclasses.replace(plan, timed_seconds=seconds)
-        if seconds and plan.until_answered:
-            timed = [cell for cell in plan.cells if cell.id not in plan.once]
-            plan = dataclasses.replace(
-                plan,
-                not_compared=not_compared(timed, host.cores),
-                launches_per_round=launches_per_round(timed, host.cores, chosen),
-            )
-    else:
-        require_few(plan)
-        plan = dataclasses.replace(plan, interleaved=True)
-    return plan
-
-
-def require_no_budget(options: PlanOptions, option: str) -> None:
-    """Raises UsageError for a time budget of planned rounds, all of which `option` runs."""
-    if options.time_budget_seconds is not None and not options.precision:
-        raise UsageError(
-            f"{option} runs all planned rounds, so --time-budget cannot shorten them: leave it out,"
-            " or add --precision, whose further rounds it limits"
-        )
-
-
-def require_few(plan: Plan) -> None:
-    """Raises UsageError for cells that cannot be interleaved."""
-    from harness.host.environment import gpus
-    from harness.launch.interleaved import MOST_CELLS
-    from harness.run.expected import too_large_together
-
-    if not 2 <= len(plan.cells) <= MOST_CELLS:
-        raise UsageError(
-            f"--interleave keeps all cells in memory, so it takes 2 to {MOST_CELLS} cells, not"
-            f" {len(plan.cells)}; choose them with --only"
-        )
-    for cell in plan.cells:
-        if cell.nodes > 1:
-            raise UsageError(
-                f"--interleave works on one node only: leave {cell.name!r} out with --skip or"
-                " --only"
-            )
-        if cell.checkpoint != "none":
-            raise UsageError(
-                f"--interleave cannot restart a trial: leave {cell.name!r} out with --skip or"
-                " --only"
-            )
-    on_gpus = [cell for cell in plan.cells if cell.device == "cuda"]
-    if not on_gpus or not (devices := gpus()):
-        return
-    if reason := too_large_together(on_gpus, min(size for _, size in devices)):
-        raise UsageError(f"--interleave: {reason} (--skip CELL, --set batch=N)")
+    if options.trials or not (plan.trials > 1 or seconds or budget is not None):
+        return plan
+    if budget is None and matrix.time_budget_minutes:
+        budget = matrix.time_budget_minutes * 60
+    plan = dataclasses.replace(plan, until_answered=True, time_budget_seconds=budget)
+    if not seconds:
+        return plan
+    compared = [cell for cell in plan.cells if cell.id not in plan.not_compared]
+    return dataclasses.replace(
+        plan,
+        not_compared=plan.not_compared | not_compared(compared, host.cores),
+        launches_per_round=launches_per_round(compared, host.cores, chosen),
+    )

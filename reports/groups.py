@@ -143,10 +143,12 @@ def biggest(groups: Sequence[RankedGroup]) -> list[RankedGroup]:
     return list(chosen.values())
 
 
-def headline(groups: Sequence[RankedGroup], once: Collection[str] = ()) -> RankedGroup | None:
-    """Returns the leading group; see `heading`. `once`: parity-only cells."""
+def headline(
+    groups: Sequence[RankedGroup], not_compared: Collection[str] = ()
+) -> RankedGroup | None:
+    """Returns the leading group; see `heading`. `not_compared`: cells that ran only for parity."""
     sizes = [
-        GroupSize(bool(timed(g.rows, once)), g.workload, len(g.rows), g.real, g.devices)
+        GroupSize(bool(timed(g.rows, not_compared)), g.workload, len(g.rows), g.real, g.devices)
         for g in groups
     ]
     index = heading(sizes)

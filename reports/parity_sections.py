@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from harness.analysis.cell_result import VERIFIED, CellResult
 from harness.analysis.control import Adjustment
 from harness.analysis.control_levels import ControlLevel, ControlLevels, control_levels
-from harness.analysis.stats import ESTIMATE_METHOD, within_a_run
+from harness.analysis.stats import ESTIMATE_METHOD, ESTIMATES_COMPARED
 from harness.analysis.utilization import FORMULA
 from harness.spec.text import plural
 from reports import blocks as ui
@@ -197,13 +197,12 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
     memory = "; ".join(
         dict.fromkeys(cell.memory.memory_method for cell in cells if cell.memory.memory_method)
     )
-    comparison = within_a_run(any(cell.speed.turns for cell in cells))
     states = any(cell.states.state_bytes is not None for cell in cells)
     sent = any(cell.traffic.sent_bytes_per_step is not None for cell in cells)
     parity = ParityCounts.of(cells)
     ties = (
         "cells that may be the fastest of their setting are marked ≈ (multiple comparisons with"
-        f" the best, Hsu 1981, 95 % together). Pairs: {comparison}"
+        f" the best, Hsu 1981, 95 % together). Pairs: {ESTIMATES_COMPARED}"
     )
     rows: list[tuple[str, ui.Words]] = [
         ("Throughput", prose("method throughput")),

@@ -119,13 +119,11 @@ def environment(run: RunRecord) -> list[tuple[str, str]]:
     libraries = _json(run.libraries)
     libraries = libraries if isinstance(libraries, dict) else {}
     plan = plan_of(run)
-    in_slices = "all at once, interleaved by a few steps" if plan.get("interleaved") else ""
     rows = [
         ("Run", run.run_id),
         ("Started", f"{run.started_at:%Y-%m-%d %H:%M:%S} UTC"),
         ("Matrix", run.matrix),
         ("Planned trials of each cell", plan.get("trials")),
-        ("Trials of a round", in_slices),
         ("Seed of the order", plan.get("order_seed")),
         ("Hardware", hardware(run)),
         *_gpus(run),

@@ -75,8 +75,10 @@ class RunReport:
 
     @functools.cached_property
     def leading(self) -> RankedGroup | None:
-        once = plan_of(self.run).get("once", ())
-        return None if self.largest else headline(self.groups, once)
+        plan = plan_of(self.run)
+        # Older versions listed fp32 twins in a field of their own.
+        not_compared = (*plan.get("once", ()), *plan.get("not_compared", ()))
+        return None if self.largest else headline(self.groups, not_compared)
 
     @property
     def advised(self) -> Answer | None:

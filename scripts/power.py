@@ -37,7 +37,7 @@ from harness.record.plan import FURTHER_TIMES, kept_plan
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.run.runner import HEAT_SECONDS
-from harness.worker.spec import CYCLES_IN_A_TURN
+from harness.worker.spec import STEPS_IN_A_TURN
 
 RUNS = int(os.environ.get("RUNS", "500"))
 ROUNDS = int(os.environ.get("ROUNDS", "1"))
@@ -92,7 +92,7 @@ class Design:
             walls[trial.cell_id].append((trial.wall_seconds or 0.0) - further)
         took = {cell: statistics.median(seconds) for cell, seconds in walls.items()}
         self.took = {cell: took.pop(cell) for cell in self.group}
-        self.longer = HEAT_SECONDS * (CYCLES_IN_A_TURN + 1) / CYCLES_IN_A_TURN - plan.timed_seconds
+        self.longer = HEAT_SECONDS * (STEPS_IN_A_TURN + 1) / STEPS_IN_A_TURN - plan.timed_seconds
         longer = (FURTHER_TIMES - 1) * plan.timed_seconds
         timed = {trial.cell_id for trial in finished}
         others = sum(

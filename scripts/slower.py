@@ -12,15 +12,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import socket
+import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.analysis.stats import Comparison, comparison, students_t
 from harness.run.runner import SilentListener
 from harness.spec.errors import UsageError
 
@@ -181,17 +184,29 @@ def _without_files(side: RunSelection) -> RunSelection:
     return dataclasses.replace(side, cells=tuple(cells))
 
 
-def _paired(line: ComparedCell, confidence: float) -> ComparedCell:
-    from harness.analysis.stats import compare_rounds
+def paired_ratio(
+    first: Mapping[int, float], second: Mapping[int, float], confidence: float
+) -> Comparison | None:
+    """Returns the ratio of two sides' figures by round, in which drift cancels; None without a
+    common round."""
+    logs = [math.log(first[r] / second[r]) for r in sorted(first.keys() & second.keys())]
+    if not logs:
+        return None
+    half = None
+    if len(logs) > 1:
+        half = students_t(confidence, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    return comparison(statistics.fmean(logs), half, len(logs))
 
+
+def _paired(line: ComparedCell, confidence: float) -> ComparedCell:
     if line.throughput is None or line.first is None or line.second is None:
         return line
     after, before = line.second.result, line.first.result
-    speed = compare_rounds(after.speed.by_round, before.speed.by_round, confidence=confidence)
+    speed = paired_ratio(after.speed.by_round, before.speed.by_round, confidence)
     if speed is None:
         return line
-    memory = line.memory and compare_rounds(
-        after.memory.peak_by_round, before.memory.peak_by_round, confidence=confidence
+    memory = line.memory and paired_ratio(
+        after.memory.peak_by_round, before.memory.peak_by_round, confidence
     )
     return dataclasses.replace(line, throughput=speed, memory=memory, kind=speed.verdict)
 

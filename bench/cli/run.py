@@ -31,33 +31,16 @@ RunModel: TypeAlias = Annotated[
 RunData: TypeAlias = Annotated[
     str, typer.Option("--data", help="Train on this dataset in every cell, such as text:FILE.")
 ]
-TargetPrecision: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        "--precision",
-        help="Add rounds until every throughput is known to within this: 2% means plus or minus"
-        " 2 %.",
-    ),
-]
 TimeBudget: TypeAlias = Annotated[
     str,
     typer.Option(
         "--time-budget",
         help=(
             "Time budget, such as 45min; --resume starts it anew. Once it is spent, no round is"
-            " added. Without --precision, planned rounds from the third on are skipped too. By"
-            " default 1h with --precision, none with --trials, else the matrix's, else a quarter"
-            " more than the planned rounds take. Rounds are added for cells that may be the best,"
-            " unless --trials fixes their number."
+            " added, and planned rounds from the third on are skipped. By default none with"
+            " --trials, else the matrix's, else a quarter more than the planned rounds take. Rounds"
+            " are added for cells that may be the best, unless --trials fixes their number."
         ),
-    ),
-]
-Interleave: TypeAlias = Annotated[
-    bool,
-    typer.Option(
-        "--interleave",
-        help="Keep the trials of a round in memory and alternate between them every few steps, to"
-        " resolve small differences.",
     ),
 ]
 TimedSeconds: TypeAlias = Annotated[
@@ -125,10 +108,8 @@ def run(
     model: RunModel = "",
     data: RunData = "",
     trials: Trials = None,
-    precision: TargetPrecision = "",
     time_budget: TimeBudget = "",
     baseline_cell: BaselineCell = "",
-    interleave: Interleave = False,
     timed_seconds: TimedSeconds = None,
     results: Results = Path("results"),
     resume: Resume = False,
@@ -150,7 +131,7 @@ def run(
     Example: [bold]python -m bench run --matrix full --skip three_d --set batch=16[/bold]
     """
     from bench.cli.run_matrix import EndOptions, run_matrix
-    from bench.cli.run_plan import parse_precision, parse_share, parse_time
+    from bench.cli.run_plan import parse_share, parse_time
     from bench.execution import AgentOptions, RunOptions
     from bench.matrix import parse_changes
     from bench.planning import PlanOptions
@@ -166,9 +147,7 @@ def run(
         changes=parse_changes(settings or ()) | ({"data": data} if data else {}),
         model=model,
         trials=trials,
-        precision=parse_precision(precision) if precision else None,
         time_budget_seconds=parse_time(time_budget) if time_budget else None,
-        interleave=interleave,
         timed_seconds=timed_seconds,
         baseline_cell=baseline_cell,
         run_id=run_id,

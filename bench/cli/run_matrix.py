@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.markup import escape
 
 from bench.cli import terminal
 from bench.cli.run_plan import headline_as_json, show_headline, show_inputs, show_plan
@@ -18,7 +15,6 @@ from bench.execution import Concluded, Ended, Prepared, RunOptions, conclude, ex
 from bench.planning import PlanOptions
 from harness.analysis.answer import what_more_would_buy, why_no_advice, why_no_more_trials
 from harness.analysis.baseline import Choice
-from harness.analysis.precision import too_wide
 from harness.analysis.setting import timed
 from harness.record.plan import Plan
 from harness.record.store import Store
@@ -28,8 +24,6 @@ from reports import write_report
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from harness.analysis.cell_result import CellResult
 
 
 @dataclass(frozen=True)
@@ -89,8 +83,6 @@ def show_end(store: Store, ended: Ended, baseline: Choice | None, options: EndOp
         return 0 if ended.finished else 130
     report, results = concluded.report, concluded.report.cells
     terminal.ranking(console, results)
-    if ended.finished:
-        _say_what_is_too_wide(console, plan, results)
     _say_answer(console, plan, concluded)
     page = None
     if options.report and ended.all_recorded:
@@ -111,27 +103,13 @@ def _say_answer(console: Console, plan: Plan, concluded: Concluded) -> None:
         terminal.advice(console, report.advised, report.leading.full_title)
     elif report.leading:
         console.print(f"no advice: {why_no_advice(report.leading.rows)}", highlight=False)
-    measured = timed(report.cells, plan.once)
+    measured = timed(report.cells, plan.not_compared)
     if plan.until_answered and (more := what_more_would_buy(measured)):
         console.print(f"{more} (--time-budget)", highlight=False)
     if coarse := why_no_more_trials(measured):
         console.print(coarse, highlight=False)
     if concluded.precision:
         console.print(concluded.precision.sentence, highlight=False)
-
-
-def _say_what_is_too_wide(console: Console, plan: Plan, results: Sequence[CellResult]) -> None:
-    if plan.precision is None:
-        return
-    wide = too_wide(results, plan.precision)
-    names = {cell.cell_id: cell.cell.name for cell in results}
-    shares = [f"{names[cell]} ({wide[cell]:.1%})" for cell in wide if cell not in plan.once]
-    if shares:
-        console.print(
-            f"[yellow]interval wider than {plan.precision:.2%}[/yellow]:"
-            f" {escape(', '.join(shares))}; the time budget is spent",
-            highlight=False,
-        )
 
 
 def _as_json(store: Store, page: Path | None, concluded: Concluded) -> dict[str, object]:

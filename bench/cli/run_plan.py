@@ -29,14 +29,6 @@ def parse_share(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def parse_precision(text: str) -> float:
-    """Parses `2%` to 0.02; raises UsageError outside 0 to 100 %."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
-    if not match or not 0 < float(match[1]) < 100:
-        raise UsageError(f"--precision {text!r}: give a fraction of the throughput, such as 2%")
-    return float(match[1]) / 100
-
-
 def parse_time(text: str) -> float:
     """Parses `45min` to 2700.0 seconds; raises UsageError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)", text.strip())
@@ -123,8 +115,9 @@ def show_inputs(out: Console, device: str) -> None:
 
 
 def _title(planned: Plan) -> str:
+    once = len(planned.not_compared)
     timed = (
-        f"matrix {escape(planned.matrix)}: {plural(len(planned.cells) - len(planned.once), 'cell')}"
+        f"matrix {escape(planned.matrix)}: {plural(len(planned.cells) - once, 'cell')}"
         f" x {plural(planned.trials, 'trial')}"
     )
-    return timed + (f", and {len(planned.once)} once, for parity" if planned.once else "")
+    return timed + (f", and {once} once, for parity" if once else "")

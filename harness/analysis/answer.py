@@ -148,7 +148,7 @@ def why_no_more_trials(cells: Sequence[CellResult]) -> str:
     for group in by_setting(cells):
         by_id = {cell.cell_id: cell for cell in group}
         racing = next(iter(entrants(group)), None)
-        if racing is None or any(cell.speed.turns for cell in group):
+        if racing is None:
             continue
         compared += len(racing.speeds)
         most = max(speed.trials for speed in racing.speeds.values())
@@ -246,10 +246,6 @@ def _gains(advisable: Sequence[CellResult], baseline: CellResult | None) -> dict
     usual = baseline.speed.log_throughput if baseline else None
     others = [cell for cell in advisable if cell is not baseline]
     speeds = _speeds(others)
-    if baseline and any(cell.speed.turns for cell in advisable):
-        confidence = 1 - (1 - CONFIDENCE) / max(1, len(others))  # Bonferroni
-        ratios = {cell.cell_id: compare(cell, baseline, confidence) for cell in others}
-        return {cell_id: ratio for cell_id, ratio in ratios.items() if ratio}
     if usual is None or len(speeds) < len(others):
         return {}
     if any(speed.degrees <= 0 for speed in (usual, *speeds.values())):

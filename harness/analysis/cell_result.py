@@ -10,7 +10,6 @@ from harness.record.trial import cell_columns
 from harness.spec.cell import Cell
 
 if TYPE_CHECKING:
-    from harness.analysis.stats import SliceRates
     from harness.analysis.trials import Cause
 
 VERIFIED = ("exact", "within tolerance")
@@ -82,8 +81,6 @@ class Speed:
     raw_tokens_per_second: float | None = None
     by_round: Mapping[int, float] = field(default_factory=dict)
     """Adjusted samples per second by trial number."""
-    turns: Mapping[int, SliceRates] = field(default_factory=dict)
-    """Start and throughput of each turn, by interleaved trial."""
     trend: float | None = None
     """Largest absolute value over trials."""
 

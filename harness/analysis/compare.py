@@ -11,12 +11,11 @@ from harness.analysis.selection import MeasuredCell, RunSelection
 from harness.analysis.setting import grouped
 from harness.analysis.stats import (
     CONTROL_MISMATCH,
+    ESTIMATES_COMPARED,
     PAIR_CONFIDENCE,
     SMALLEST_EFFECT,
     Comparison,
-    compare_rounds,
     compare_runs,
-    within_a_run,
 )
 from harness.record.trial_status import NOT_LAUNCHED
 from harness.spec.errors import UsageError
@@ -138,8 +137,7 @@ RUNS_METHOD = (
 MEMORY_METHOD = (
     "ratio of the geometric means over trials of the fullest rank's peak, if both sides measured it"
     " in the same way. The interval is Welch's t of the logarithms (Biometrika 34, 1947),"
-    f" {PAIR_CONFIDENCE * 100:g} %. Interleaved trials are compared within rounds by Student's"
-    " paired t"
+    f" {PAIR_CONFIDENCE * 100:g} %"
 )
 
 
@@ -255,9 +253,8 @@ def compare_cells(
             line = ComparedCell("not compared", "", first, second, reason)
         name = f"{second.cell_name} against {first.label}"
         lines.append(dataclasses.replace(line, cell_name=name))
-    firsts = [line.first.result for line in lines if line.first]
-    test = within_a_run(any(cell.speed.turns for cell in firsts))
-    return RunComparison(f"{names[0]} of {run}", f"{names[1]} of {run}", _ordered(lines), test)
+    first_name, second_name = (f"{name} of {run}" for name in names)
+    return RunComparison(first_name, second_name, _ordered(lines), ESTIMATES_COMPARED)
 
 
 def _ordered(lines: Iterable[ComparedCell]) -> tuple[ComparedCell, ...]:
@@ -298,7 +295,7 @@ def _line(was: MeasuredCell, now: MeasuredCell, same_control: bool = True) -> Co
     if was.ok and now.ok:
         speed = compare(now.result, was.result, same_control=same_control)
         if speed is None:
-            return ComparedCell("not compared", now.cell_name, was, now, "no round in common")
+            return ComparedCell("not compared", now.cell_name, was, now, "no throughput")
         return ComparedCell(speed.verdict, now.cell_name, was, now, "", speed, _memory(was, now))
     kind, reason = _change(was, now)
     return ComparedCell(kind, now.cell_name, was, now, reason)
@@ -308,9 +305,6 @@ def _memory(was: MeasuredCell, now: MeasuredCell) -> Comparison | None:
     if was.result.memory.memory_method != now.result.memory.memory_method:
         return None
     before, after = was.result.memory.peak_by_round, now.result.memory.peak_by_round
-    interleaved = was.result.speed.turns and now.result.speed.turns
-    if was.run_id == now.run_id and interleaved:
-        return compare_rounds(after, before)
     return compare_runs([*after.values()], [*before.values()])
 
 

@@ -149,8 +149,8 @@ class RunEstimates:
 def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
     """Returns estimates from one run's trials with a throughput.
 
-    Trials of a heat are joined with the separate ones. If all trials were interleaved
-    (`--interleave`), cells are compared within rounds instead (harness/analysis/ranking.py).
+    Trials of a heat are joined with the separate ones. A cell without separate trials has none to
+    tie its heats to, so its trials count as separate; only runs of older versions have such cells.
     """
     alone = {trial.cell_id for trial in finished if not trial.turn_began}
     in_heats = [trial for trial in finished if trial.turn_began and trial.cell_id in alone]

@@ -29,8 +29,6 @@ from harness.analysis.stats import (
     LogEstimate,
     added_level_error,
     between_runs,
-    compare_rounds,
-    compare_runs,
     comparison,
     ratio,
 )
@@ -167,46 +165,23 @@ def compare(
     confidence: float = PAIR_CONFIDENCE,
     same_control: bool = True,
 ) -> Comparison | None:
-    """Returns the ratio of two cells' throughputs; None without trials.
-
-    Interleaved cells are compared within rounds. `same_control`: see `between_runs`.
-    """
-    one_run, interleaved = cell.run_id == other.run_id, cell.speed.turns and other.speed.turns
+    """Returns the ratio of two cells' throughputs; None without trials. `same_control`: see
+    `between_runs`."""
     first, second = cell.speed.log_throughput, other.speed.log_throughput
-    if first and second and not interleaved:
-        if one_run:
-            return ratio(first, second, confidence)
-        return between_runs(first, second, confidence, same_control)
-    if one_run:
-        return compare_rounds(
-            cell.speed.by_round,
-            other.speed.by_round,
-            (cell.speed.turns, other.speed.turns),
-            confidence,
-        )
-    return compare_runs(
-        [*cell.speed.by_round.values()], [*other.speed.by_round.values()], confidence
-    )
+    if first is None or second is None:
+        return None
+    if cell.run_id == other.run_id:
+        return ratio(first, second, confidence)
+    return between_runs(first, second, confidence, same_control)
 
 
 def may_be_fastest(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns cells that may be a setting's fastest.
-
-    Interleaved cells have no common spread, so they are compared with the first, which has the
-    highest throughput over all trials. Within rounds, another may be faster.
-    """
+    """Returns cells that may be a setting's fastest; all of them without a spread."""
     speeds = [cell.speed.log_throughput for cell in cells if cell.speed.log_throughput]
-    if any(cell.speed.turns for cell in cells) or len(speeds) < len(cells):
-        return [cell for cell in cells if cell is cells[0] or not _is_slower(cell, cells[0])]
-    if any(speed.degrees <= 0 for speed in speeds):
+    if len(speeds) < len(cells) or any(speed.degrees <= 0 for speed in speeds):
         return list(cells)
     bounded = zip(cells, against_best(speeds), strict=True)
     return [cell for cell, bound in bounded if bound.may_be_best] or [cells[0]]
-
-
-def _is_slower(cell: CellResult, other: CellResult) -> bool:
-    found = compare(cell, other)
-    return found is not None and found.verdict == "slower"
 
 
 def tied_with_previous(ranking: Sequence[CellResult]) -> list[bool]:

@@ -75,9 +75,9 @@ def by_setting(results: Iterable[CellResult]) -> list[list[CellResult]]:
     return list(grouped(results, lambda result: Setting.of(result.cell)).values())
 
 
-def timed(results: Iterable[CellResult], once: Collection[str]) -> list[CellResult]:
-    """Drops cells that ran only for parity, `once`."""
-    return [result for result in results if result.cell_id not in once]
+def timed(results: Iterable[CellResult], not_compared: Collection[str]) -> list[CellResult]:
+    """Drops cells that ran only for parity, `not_compared`."""
+    return [result for result in results if result.cell_id not in not_compared]
 
 
 class GroupSize(NamedTuple):

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 CONFIDENCE = 0.95
-LEAST_TRIALS = 5
-"""Fewest trials whose interval counts as narrow; two may agree by chance."""
 PAIR_CONFIDENCE = 0.995
 """Confidence of a comparison of two cells, in a run or between runs."""
 CONTROL_MISMATCH = 0.15
@@ -21,14 +18,6 @@ in 200 of the reference run is 13 % off, twice as far as normal values."""
 EQUAL = 0.02
 """Cells tie if their ratio's 95 % interval is within this of 1."""
 SMALLEST_EFFECT = 0.005
-_DECISION = (
-    "a cell counts as faster or slower if the interval excludes 1 and the ratio differs from 1 by"
-    " at least 0.5 %; at most one in 200 comparisons of equal cells should be a false alarm"
-)
-COMPARISON_METHOD = (
-    "geometric mean of the ratios within rounds, with Student's paired t interval on their"
-    f" logarithms, {100 * PAIR_CONFIDENCE:g} %; {_DECISION}"
-)
 ESTIMATE_METHOD = (
     "geometric mean over trials, with a 95 % interval. A trial is an independent launch and"
     " counts once: by the mean of its timed steps if a control ran, else by their median. The"
@@ -39,14 +28,10 @@ ESTIMATE_METHOD = (
 ESTIMATES_COMPARED = (
     "ratio of the geometric means over trials with Student's t interval of their logarithms,"
     f" {100 * PAIR_CONFIDENCE:g} %, with spreads that are moderated over all cells of the run and"
-    f" an allowance for a strategy's effect on its control; {_DECISION}"
+    " an allowance for a strategy's effect on its control; a cell counts as faster or slower if the"
+    " interval excludes 1 and the ratio differs from 1 by at least 0.5 %; at most one in 200"
+    " comparisons of equal cells should be a false alarm"
 )
-TURNS_METHOD = (
-    "for interleaved trials, the ratio within a round is a median over all turns, each divided by"
-    " the geometric mean of the other trial's turns before and after it"
-)
-SliceRates = Sequence[tuple[float, float]]
-"""Start (s, ascending) and throughput of each turn of an interleaved trial."""
 SpeedVerdict = Literal["faster", "slower", "no difference seen"]
 
 
@@ -111,7 +96,7 @@ class LogEstimate:
         """Returns the value with Student's t interval; none without a degree of freedom."""
         if self.degrees <= 0:
             return Estimate(math.exp(self.mean), None, None, self.trials)
-        half = _students_t(confidence, self.degrees) * math.hypot(self.error, self.level_error)
+        half = students_t(confidence, self.degrees) * math.hypot(self.error, self.level_error)
         return Estimate(
             math.exp(self.mean), math.exp(self.mean - half), math.exp(self.mean + half), self.trials
         )
@@ -127,7 +112,7 @@ def ratio(
     count, mean = min(first.trials, second.trials), first.mean - second.mean
     if first.degrees <= 0 or second.degrees <= 0:
         return comparison(mean, None, count)
-    half = _students_t(confidence, min(first.whole_degrees, second.whole_degrees))
+    half = students_t(confidence, min(first.whole_degrees, second.whole_degrees))
     half *= difference_error(first, second)
     return comparison(mean, half, count)
 
@@ -180,7 +165,7 @@ def between_runs(
     errors = of_first + of_second + outliers
     degrees = min(MOST_DEGREES, errors**2 / parts) if parts else MOST_DEGREES
     error = math.hypot(math.sqrt(errors), CONTROL_MISMATCH * drift)
-    found = comparison(mean + drift, _students_t(confidence, degrees) * error, count)
+    found = comparison(mean + drift, students_t(confidence, degrees) * error, count)
     adjusted = first.adjusted and second.adjusted
     if not drift or (same_control and adjusted):
         return found
@@ -204,7 +189,7 @@ def median_error(trials: int) -> float:
 
 
 @functools.cache
-def _students_t(confidence: float, degrees: float) -> float:
+def students_t(confidence: float, degrees: float) -> float:
     """Returns Student's t (Biometrika 6, 1908) for a two-sided interval, without `scipy.stats`,
     whose import takes almost a second."""
     from scipy.special import stdtrit
@@ -218,7 +203,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     median, count = statistics.median(values), len(values)
     if count < 2:
         return Estimate(median, None, None, count)
-    half = _students_t(CONFIDENCE, count - 1) * median_error(count) * statistics.stdev(values)
+    half = students_t(CONFIDENCE, count - 1) * median_error(count) * statistics.stdev(values)
     half /= math.sqrt(count)
     return Estimate(median, median - half, median + half, count)
 
@@ -251,47 +236,6 @@ class Comparison:
         return "faster" if self.ratio > 1 else "slower"
 
 
-def compare_rounds(
-    first: Mapping[int, float],
-    second: Mapping[int, float],
-    turns: tuple[Mapping[int, SliceRates], Mapping[int, SliceRates]] = ({}, {}),
-    confidence: float = PAIR_CONFIDENCE,
-) -> Comparison | None:
-    """Compares throughputs within common rounds, so that drift cancels; None without any."""
-    logs = []
-    for r in sorted(first.keys() & second.keys()):
-        interleaved = log_ratio(*(side.get(r, ()) for side in turns))
-        logs.append(math.log(first[r] / second[r]) if interleaved is None else interleaved)
-    if not logs:
-        return None
-    mean, count = statistics.fmean(logs), len(logs)
-    if count < 2:
-        return comparison(mean, None, count)
-    half = _students_t(confidence, count - 1) * statistics.stdev(logs) / math.sqrt(count)
-    return comparison(mean, half, count)
-
-
-def log_ratio(first: SliceRates, second: SliceRates) -> float | None:
-    """Returns the log ratio by TURNS_METHOD; None if trials were not interleaved."""
-    logs = [*neighbour_logs(first, second), *(-log for log in neighbour_logs(second, first))]
-    return statistics.median(logs) if logs else None
-
-
-def within_a_run(interleaved: bool) -> str:
-    return f"{COMPARISON_METHOD}; {TURNS_METHOD}" if interleaved else ESTIMATES_COMPARED
-
-
-def neighbour_logs(these: SliceRates, others: SliceRates) -> Iterator[float]:
-    """Yields log ratios of each turn to the other trial's neighbouring turns."""
-    begins = [began for began, _ in others]
-    for began, figure in these:
-        after = bisect.bisect(begins, began)
-        if 0 < after < len(begins):
-            yield (
-                math.log(figure) - (math.log(others[after - 1][1]) + math.log(others[after][1])) / 2
-            )
-
-
 def compare_runs(
     first: Sequence[float], second: Sequence[float], confidence: float = PAIR_CONFIDENCE
 ) -> Comparison | None:
@@ -308,7 +252,7 @@ def compare_runs(
     degrees = sum(errors) ** 2 / sum(
         e**2 / (len(logs) - 1) for e, logs in zip(errors, (a, b), strict=True)
     )
-    return comparison(mean, _students_t(confidence, degrees) * math.sqrt(sum(errors)), count)
+    return comparison(mean, students_t(confidence, degrees) * math.sqrt(sum(errors)), count)
 
 
 def comparison(mean: float, half: float | None, count: int) -> Comparison:

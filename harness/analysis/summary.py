@@ -37,7 +37,6 @@ from harness.analysis.trials import (
     ended,
     gpus_of,
     reason_of,
-    turns_of,
     worst_of,
 )
 from harness.analysis.utilization import device_rate
@@ -209,7 +208,6 @@ def _speed(finished: Sequence[TrialRecord], estimates: RunEstimates) -> Speed:
         raw_samples_per_second=raw_samples,
         raw_tokens_per_second=raw_tokens,
         by_round={t.trial: estimates.by_trial[t.cell_id, t.trial] for t in finished},
-        turns=turns_of(finished) if all(trial.turn_began for trial in finished) else {},
         trend=max(map(abs, _values(finished, "trend")), default=None),
     )
 

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from harness.host.gpu_state import GpuRecord
 from harness.record.trial_status import WORST_FIRST
 
 if TYPE_CHECKING:
-    from harness.analysis.stats import SliceRates
     from harness.record.trial import TrialRecord
 
 DISTURBED_CORES = 0.25
@@ -54,14 +53,6 @@ def reason_of(trials: Sequence[TrialRecord]) -> str:
     if same == len(trials) or worst.status == "ok":
         return worst.reason
     return f"{same} of {len(trials)} trials: {worst.reason}"
-
-
-def turns_of(trials: Iterable[TrialRecord]) -> dict[int, SliceRates]:
-    return {
-        trial.trial: list(zip(trial.turn_began, trial.turn_samples_per_second, strict=True))
-        for trial in trials
-        if trial.turn_began
-    }
 
 
 def gpus_of(trial: TrialRecord) -> GpuRecord:

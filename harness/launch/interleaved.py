@@ -12,31 +12,22 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from harness.host.folders import scratch_folder
 from harness.host.process import caller_not_imported, die_with_parent
 from harness.launch.launcher import Launcher, LauncherProtocol, LaunchOptions
 from harness.launch.outcome import Outcome
 from harness.spec.cell import Cell
-from harness.worker.spec import TimeSlices
 from harness.workloads import DataSource
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-MOST_CELLS = 8
-"""Largest number of interleaved cells; all are in memory at once."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Arguments of Launcher.run, and the steps after which the work repeats."""
+    """Arguments of Launcher.run."""
 
     cell: Cell
     data: DataSource
     processes: int
-    cycle: int = 1
     more: LaunchOptions = field(default_factory=LaunchOptions)
 
     def run(
@@ -56,51 +47,33 @@ class InterleavedLauncher:
         for process in self._processes:
             process.ready()
 
-    def run(
-        self,
-        cell: Cell,
-        data: DataSource,
-        processes: int,
-        *,
-        on_progress: Callable[[int, float], None] | None = None,
-        **more: Unpack[LaunchOptions],
-    ) -> Outcome:
-        launch = Launch(cell, data, processes, more=more)
-        return self.together([launch], on_progress, interleave=False)[0]
-
     @property
     def pids(self) -> list[int]:
         """Process ids that other launchers of this process must not end."""
         return [process.ready() for process in self._processes]
 
-    def ignore_pid(self, pid: int) -> None:
-        """Does nothing: launchers in other processes do not see the child."""
-
     def together(
         self,
         launches: Sequence[Launch],
         on_progress: Callable[[int, float], None] | None = None,
-        interleave: bool = True,
     ) -> list[Outcome]:
         """Runs all trials interleaved; a first turn includes start, setup and warm-up. During a
         turn, other trials' ranks are stopped. Only a trial's turns count in its times.
         KeyboardInterrupt makes all `interrupted`, since only the whole set is comparable."""
         with scratch_folder() as folder:
-            return self._together(folder, launches, on_progress, interleave)
+            return self._together(folder, launches, on_progress)
 
     def _together(
         self,
         folder: Path,
         launches: Sequence[Launch],
         on_progress: Callable[[int, float], None] | None,
-        interleave: bool,
     ) -> list[Outcome]:
         slots: list[_Slot] = []
         try:
             for number, launch in enumerate(launches):
                 process = self._processes[number] = self._processes[number].alive()
-                address = folder / str(number) if interleave else None
-                slots.append(_Slot(process, launch, address, on_progress))
+                slots.append(_Slot(process, launch, folder / str(number), on_progress))
             while any(not slot.over for slot in slots):
                 for slot in slots:
                     if not slot.over:
@@ -146,8 +119,8 @@ class _LauncherProcess:
             return _LauncherProcess(self.packages)
         return self
 
-    def start(self, launch: Launch, turns: TimeSlices | None) -> Future[Outcome]:
-        more: LaunchOptions = {**launch.more, "turns": turns}
+    def start(self, launch: Launch, address: Path) -> Future[Outcome]:
+        more: LaunchOptions = {**launch.more, "turns": str(address)}
         try:
             return self.pool.submit(_launch, launch.cell, launch.data, launch.processes, more)
         except BrokenProcessPool as error:
@@ -164,21 +137,20 @@ class _Slot:
         self,
         process: _LauncherProcess,
         launch: Launch,
-        address: Path | None,
+        address: Path,
         on_progress: Callable[[int, float], None] | None,
     ) -> None:
-        self.process, self.launch, self.on_progress = process, launch, on_progress
-        self.turns = TimeSlices.of(str(address), launch.cycle) if address else None
+        self.process, self.launch, self.address = process, launch, address
+        self.on_progress = on_progress
         self.future: Future[Outcome] | None = None
         self.stopped: dict[socket.socket, int] = {}
         self.selector = selectors.DefaultSelector()
         self.ended, self._end = socket.socketpair()
         self.selector.register(self.ended, selectors.EVENT_READ)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if address:
-            self.listener.bind(str(address))
-            self.listener.listen()
-            self.selector.register(self.listener, selectors.EVENT_READ)
+        self.listener.bind(str(address))
+        self.listener.listen()
+        self.selector.register(self.listener, selectors.EVENT_READ)
         process.waited[:] = [0.0, 0.0]
 
     @property
@@ -188,7 +160,7 @@ class _Slot:
     def take_turn(self) -> None:
         """Lets the ranks run until all wait or the trial ends, then stops them."""
         if self.future is None:
-            self.future = self.process.start(self.launch, self.turns)
+            self.future = self.process.start(self.launch, self.address)
             self.future.add_done_callback(self._wake)
         else:
             total, since = self.process.waited

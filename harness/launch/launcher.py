@@ -33,7 +33,7 @@ from harness.launch.outcome import Outcome, RankOutputs, classify_end, ending
 from harness.launch.watch import Watch, ended_by, listen, pids_by_rank
 from harness.spec.cell import Cell
 from harness.worker.control_process import run_control
-from harness.worker.spec import Checkpointing, TimeSlices, TrialSpec, log_file
+from harness.worker.spec import Checkpointing, TrialSpec, log_file
 from harness.worker.worker import PRELOAD, run_spawned
 from harness.workloads import DataSource
 
@@ -51,7 +51,7 @@ class TrialOptions(TypedDict, total=False):
     max_restarts: int
     profile: bool
     traces: str | None
-    turns: TimeSlices | None
+    turns: str | None
     samples_per_control: int
     timed_seconds: float
     timed_steps: int

@@ -58,21 +58,17 @@ class Plan:
     order_seed: int = 0
     search: SearchPlan | None = None
     """Settings of a search, whose cells are model families."""
-    precision: float | None = None
-    """Relative half width of throughput intervals at which extra rounds stop; None: no extra
-    rounds."""
     time_budget_seconds: float | None = None
-    """Time after which no round starts, nor any trial from `spare_from` on; None: no limit."""
-    interleaved: bool = False
+    """Time after which no round starts, nor any trial from `spare_from` on. None if there is no
+    limit."""
     timed_seconds: float = 0.0
     """Minimum duration of timed steps, with a control between them; 0: the cell's number of steps,
     without control."""
     until_answered: bool = False
     """Whether cells that may be fastest get more trials after the planned rounds."""
-    once: frozenset[str] = frozenset()
-    """Ids of cells that run once, to verify parity."""
     not_compared: frozenset[str] = frozenset()
-    """Ids of cells with nothing to compare with; they run once."""
+    """Ids of cells that run once, to verify parity: fp32 twins, and cells with nothing to compare
+    with."""
     launches_per_round: Mapping[str, int] = field(default_factory=dict)
     """Trials per round by cell id, of cells with more than one (baselines)."""
 
@@ -84,7 +80,7 @@ class Plan:
         trials: int,
         left_out: Sequence[LeftOut],
         run_id: str = "",
-        once: Iterable[str] = (),
+        not_compared: Iterable[str] = (),
     ) -> Plan:
         """Returns a plan in random order. `run_id`: by default a new id made from the time."""
         seed = secrets.randbelow(2**31)
@@ -95,7 +91,7 @@ class Plan:
             trials,
             tuple(left_out),
             seed,
-            once=frozenset(once),
+            not_compared=frozenset(not_compared),
         )
 
     def schedule(self) -> list[tuple[Cell, int]]:
@@ -110,7 +106,7 @@ class Plan:
         ]
         order = []
         for number in range(self.trials):
-            begun = {*self.once, *self.not_compared} if number else set()
+            begun = set(self.not_compared) if number else set()
             for cell in self.shuffled(of_round, number):
                 if cell.id not in begun:
                     order.append((cell, number))
@@ -127,14 +123,13 @@ class Plan:
     def spare_from(self) -> int:
         """Position of the first trial that the time budget may drop."""
         order = self.schedule()
-        droppable = self.precision is None and self.trials > LEAST_ROUNDS
-        if droppable and self.time_budget_seconds:
+        if self.trials > LEAST_ROUNDS and self.time_budget_seconds:
             begun = (at for at, (_, trial) in enumerate(order) if trial == LEAST_ROUNDS)
             return next(begun, len(order))
         return len(order)
 
     def trials_of(self, cell: Cell) -> int:
-        if cell.id in self.once or cell.id in self.not_compared:
+        if cell.id in self.not_compared:
             return 1
         return self.trials * self.launches_per_round.get(cell.id, 1)
 
@@ -176,8 +171,11 @@ class Plan:
             LeftOut(Cell(**left["cell"]), left["status"], left["reason"])
             for left in plan["left_out"]
         )
-        for name in ("once", "not_compared"):
-            plan[name] = frozenset(plan.get(name, ()))
+        # Runs of older versions may have further fields.
+        twins = plan.pop("once", ())
+        plan["not_compared"] = frozenset((*twins, *plan.get("not_compared", ())))
+        for name in ("precision", "interleaved"):
+            plan.pop(name, None)
         return cls(row["run_id"], row["matrix"], **plan)
 
 

@@ -6,11 +6,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from harness.analysis.answer import entrants
 from harness.analysis.baseline import Choice, additions
-from harness.analysis.precision import too_wide
 from harness.analysis.race import next_heats
 from harness.analysis.setting import GroupSize, Setting, heading, timed
 from harness.analysis.summary import summarised
@@ -76,7 +74,7 @@ def planned_headline(
     index = heading(
         [
             GroupSize(
-                timed=any(cell.id not in plan.once for cell in group),
+                timed=any(cell.id not in plan.not_compared for cell in group),
                 workload=group[0].workload,
                 cells=len(group),
                 real=not all(_crowded(cell, cores) for cell in group),
@@ -126,27 +124,12 @@ FURTHER_SHARE = 0.25
 """Time for further rounds, as a fraction of the planned ones', without a time budget."""
 
 
-class FurtherRound(NamedTuple):
-    heats: list[tuple[str, ...]]
-    why: str
-    """Text that completes `cells that ...`."""
-
-    @property
-    def cell_ids(self) -> set[str]:
-        return set().union(*self.heats)
-
-
 def worth_launching(
     plan: Plan, trials: Sequence[TrialRecord], baseline: Choice | None = None
-) -> FurtherRound:
-    """Returns the cells worth another trial: too wide an interval, or perhaps the fastest."""
-    cells = summarised(trials, baseline)
-    if plan.precision is not None:
-        wide = set(too_wide(cells, plan.precision)) - plan.once
-        return FurtherRound([(cell_id,) for cell_id in wide], "have too wide an interval")
-    settings = entrants(timed(cells, plan.once))
-    heats = next_heats(settings, random.Random(plan.order_seed + len(trials)))
-    return FurtherRound(heats, "may still be the fastest, or are compared with these")
+) -> list[tuple[str, ...]]:
+    """Returns the next heats of the race by cell id; empty if nothing is open."""
+    settings = entrants(timed(summarised(trials, baseline), plan.not_compared))
+    return next_heats(settings, random.Random(plan.order_seed + len(trials)))
 
 
 class TimeBudget:

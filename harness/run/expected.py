@@ -291,25 +291,3 @@ def device_bytes(cell: Cell) -> float:
     held = activation_bytes(workload, samples, cell.sequence_length, cell.recompute)
     activations = held / cell.devices
     return states.total + states.transient + activations + CONTEXT_BYTES
-
-
-def too_large_together(cells: Sequence[Cell], gpu_bytes: int) -> str:
-    """Returns why these trials do not fit a GPU together, and which to omit; empty if they do."""
-    sizes = {cell.name: device_bytes(cell) for cell in cells}
-    total = sum(sizes.values())
-    if total <= gpu_bytes:
-        return ""
-    remaining, left_out = total, []
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
-        if remaining <= gpu_bytes:
-            break
-        remaining -= sizes[name]
-        left_out.append(f"{name!r} ({sizes[name] / GIB:.1f} GiB)")
-    need = (
-        f"together they need about {total / GIB:.1f} GiB of each GPU, which has"
-        f" {gpu_bytes / GIB:.1f} GiB"
-    )
-    return (
-        f"all launches are in memory at once, and {need}: leave {', '.join(left_out)} out, or make"
-        " the batch smaller"
-    )

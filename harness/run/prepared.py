@@ -22,7 +22,7 @@ from harness.spec.cell import Cell
 from harness.spec.training import EXACT, REPLAYED_STEPS
 from harness.strategy.checkpoints import checkpoint_step, saving_cell
 from harness.strategy.registry import make_strategy, own_command, validate
-from harness.worker.spec import CYCLES_IN_A_TURN
+from harness.worker.spec import STEPS_IN_A_TURN
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 
@@ -86,7 +86,7 @@ class PreparedTrial:
         longer = math.ceil(_extra_limit_seconds(cell, timed_seconds, timed_steps, rewound))
         limit = {"time_limit_seconds": cell.time_limit_seconds + longer}
         launched = cell.model_copy(update=limit) if longer else cell
-        self.launch = Launch(launched, data, self.layout.processes, self.strategy.cycle, more)
+        self.launch = Launch(launched, data, self.layout.processes, more)
         self.restarted = self._restarted() if cell.checkpoint != "none" else None
 
     def _restarted(self) -> RestartedLaunch:
@@ -188,7 +188,7 @@ def _extra_limit_seconds(
     cycle = make_strategy(cell).cycle
     seconds, added = 0.0, 0
     if timed_steps is not None:
-        settling = math.ceil(timed_steps / (CYCLES_IN_A_TURN * cycle))
+        settling = math.ceil(timed_steps / STEPS_IN_A_TURN)
         added = max(0, cell.warmup_steps + timed_steps + settling - cell.total_steps)
     else:
         seconds = least_timed_seconds(cell, timed_seconds)

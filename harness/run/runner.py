@@ -47,7 +47,7 @@ from harness.run.rows import (
 )
 from harness.spec.cell import Cell
 from harness.strategy.registry import make_strategy
-from harness.worker.spec import CYCLES_IN_A_TURN
+from harness.worker.spec import STEPS_IN_A_TURN
 
 HEAT_SECONDS = 3.0
 """Timed seconds of an interleaved trial of the race."""
@@ -164,29 +164,17 @@ class Runner:
         if not pending:
             return True
         wanted = [trial.cell for trial in pending]
-        if self.plan.interleaved:
-            listener.preparing(
-                f"importing packages, once for each of {len(self.cells)} cells, which will train"
-                " interleaved"
-            )
-        with (
-            (
-                contextlib.closing(InterleavedLauncher(packages(wanted), len(self.cells)))
-                if self.plan.interleaved
-                else contextlib.nullcontext()
-            ) as interleaved,
-            contextlib.ExitStack() as resources,
-        ):
-            launcher = interleaved or self.start(wanted)
+        with contextlib.ExitStack() as resources:
+            launcher = self.start(wanted)
             references: dict[str, Reference] = {}
 
             def launch(group: Sequence[PendingTrial]) -> list[TrialRecord]:
-                if interleaved:
-                    return self._interleaved(interleaved, group, references, listener.step)
                 if group and group[0].interleaved:
                     heats = self._launcher_of_heats(launcher, pending, resources, listener)
                     steps = self._steps_of_heat([trial.cell for trial in group])
-                    return self._interleaved(heats, group, references, listener.step, steps)
+                    return self._interleaved(
+                        heats, launcher, group, references, listener.step, steps
+                    )
                 return [
                     self.run_trial(
                         launcher, cell, key, at, references[reference_key(cell)], listener.step
@@ -224,21 +212,21 @@ class Runner:
 
     def plan_extra_round(self, listener: ProgressListener) -> list[PendingTrial]:
         """Returns the trials of `worth_launching` that time allows."""
-        if self.plan.precision is None and (not self.plan.until_answered or self.share[1] > 1):
+        if not self.plan.until_answered or self.share[1] > 1:
             return []  # One share of the cells cannot show which cell is fastest.
         if self._recorded is None:
             trials = self.store.load([self.plan.run_id], steps=False).trials
             self._recorded = TrialRecord.from_frame(trials)
-        further = worth_launching(self.plan, self._recorded, self.baseline)
-        own = {cell.id: cell for cell in self.cells}
-        heats = [[own[name] for name in heat if name in own] for heat in further.heats]
+        chosen = worth_launching(self.plan, self._recorded, self.baseline)
+        by_id = {cell.id: cell for cell in self.cells}
+        heats = [[by_id[name] for name in heat] for heat in chosen]
         wanted = list(dict.fromkeys(cell.id for heat in heats for cell in heat))
         if not wanted:
             return []
         number = max(trial.trial for trial in self._recorded) + 1
         groups = self._interleaved_groups(heats)
         in_heats = {cell.id for group in groups for cell in group}
-        groups += [[own[name]] for name in wanted if name not in in_heats]
+        groups += [[by_id[name]] for name in wanted if name not in in_heats]
         seconds = {str(at): self._group_seconds(group, number) for at, group in enumerate(groups)}
         fitting = self._budget.shortest_that_fit(seconds)
         launched = [group for at, group in enumerate(groups) if str(at) in fitting]
@@ -246,7 +234,7 @@ class Runner:
             return []
         listener.round_added(
             [cell for group in launched for cell in group],
-            f"{len(wanted)} cells that {further.why}",
+            f"{len(wanted)} cells that may still be the fastest, or are compared with these",
         )
         alone = {group[0].id for group in launched if len(group) == 1}
         rounds = [group for group in launched if len(group) > 1]
@@ -282,11 +270,11 @@ class Runner:
             if trial.cell_id in ids and trial.step_seconds_mean
         ]
         steps = HEAT_SECONDS / median(seconds) if seconds else 0
-        turns = min(max(steps / CYCLES_IN_A_TURN, FEWEST_TURNS), MOST_TURNS)
-        return CYCLES_IN_A_TURN * math.ceil(turns)
+        turns = min(max(steps / STEPS_IN_A_TURN, FEWEST_TURNS), MOST_TURNS)
+        return STEPS_IN_A_TURN * math.ceil(turns)
 
     def _group_seconds(self, cells: Sequence[Cell], trial: int) -> float:
-        turns = self._steps_of_heat(cells) // CYCLES_IN_A_TURN if len(cells) > 1 else 0
+        turns = self._steps_of_heat(cells) // STEPS_IN_A_TURN if len(cells) > 1 else 0
         return sum(self._seconds(cell, trial, turns) for cell in cells)
 
     def _seconds(self, cell: Cell, trial: int, turns: int) -> float:
@@ -298,14 +286,13 @@ class Runner:
 
         def timed(number: int, turns: int) -> float:
             if turns:
-                return max(HEAT_SECONDS, turns * (CYCLES_IN_A_TURN + 1) * step_seconds)
+                return max(HEAT_SECONDS, turns * (STEPS_IN_A_TURN + 1) * step_seconds)
             seconds = least_timed_seconds(cell, self.plan.timed_seconds_of(cell, number))
             return max(seconds, cell.timed_steps * step_seconds)
 
         expected: dict[tuple[bool, float], list[float]] = {}
         for recorded in own:
-            # All trials of an interleaved plan are alike.
-            before = 0 if self.plan.interleaved else len(recorded.turn_began)
+            before = len(recorded.turn_began)
             longer = timed(trial, turns) - timed(recorded.trial, before)
             seconds = (recorded.wall_seconds or 0.0) + longer
             expected.setdefault((bool(before) != bool(turns), abs(longer)), []).append(seconds)
@@ -339,8 +326,7 @@ class Runner:
 
     def _groups(self, pending: Sequence[PendingTrial]) -> list[list[PendingTrial]]:
         def group(trial: PendingTrial) -> tuple[int, int]:
-            together = self.plan.interleaved or trial.interleaved
-            return trial.key.trial, 0 if together else trial.position
+            return trial.key.trial, 0 if trial.interleaved else trial.position
 
         return [list(trials) for _, trials in itertools.groupby(pending, key=group)]
 
@@ -419,10 +405,11 @@ class Runner:
     def _interleaved(
         self,
         interleaved: InterleavedLauncher,
+        launcher: LauncherProtocol,
         pending: Sequence[PendingTrial],
         references: dict[str, Reference],
         on_progress: Callable[[int, float], None],
-        timed_steps: int | None = None,
+        timed_steps: int,
     ) -> list[TrialRecord]:
         round_ = [
             PreparedTrial(
@@ -430,7 +417,7 @@ class Runner:
                 key,
                 at,
                 references[reference_key(cell)],
-                timed_steps=timed_steps or cell.timed_steps,
+                timed_steps=timed_steps,
             )
             for at, cell, key, _ in pending
         ]
@@ -439,7 +426,7 @@ class Runner:
         outcomes = interleaved.together([trial.launch for trial in round_], on_progress)
         around = Surroundings(gpus_before, self._gpus.states(most), idle_before, self._idle.after())
         return [
-            self._record(trial, outcome, around, interleaved)
+            self._record(trial, outcome, around, launcher)
             for trial, outcome in zip(round_, outcomes, strict=True)
         ]
 

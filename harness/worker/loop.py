@@ -36,7 +36,7 @@ from harness.worker.rewind import (
     Rewinds,
     numbers_steps,
 )
-from harness.worker.spec import TrialSpec, TurnClient
+from harness.worker.spec import TrialSpec, TurnClient, begins_turn
 from harness.workloads import Workload
 
 
@@ -126,7 +126,7 @@ class Loop:
         self.gpus = RankGpus(meter.devices)
         self.load, self.energy = Load(), Energy.of(self.gpus, job.rank == spec.ranks.start)
         self._counted_from: int | None = None
-        self.turn_client = TurnClient(spec.turns.address) if spec.turns else None
+        self.turn_client = TurnClient(spec.turns) if spec.turns else None
         self.slices_began: list[tuple[int, float]] = []
         share = job.layout.share(job.rank)
         size = job.cell.global_batch // job.layout.shares
@@ -253,7 +253,7 @@ class Loop:
             assert self.job.train_state is not None
             if _replays_ahead(self.job.train_state, self.job.cell):
                 self.before_ahead = _copies(self.job.train_state)
-        if self.spec.turns and self.spec.turns.begins(index - self.job.cell.warmup_steps):
+        if self.spec.turns and begins_turn(index - self.job.cell.warmup_steps):
             self.take_turn(index)
         if index == self.job.cell.warmup_steps and self.job.cell.compile != "none":
             self.compile_seconds = compile_seconds()

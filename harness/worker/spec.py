@@ -11,24 +11,14 @@ from harness.spec.cell import Cell
 from harness.spec.typed_json import adapter, parsed
 from harness.workloads import DataSource
 
-CYCLES_IN_A_TURN = 2
-"""Short turns are close in time to other trials' (docs/studies/statistical-power.md)."""
+STEPS_IN_A_TURN = 2
+"""Timed steps per turn, after one settling step. Short turns are close in time to other trials'
+(docs/studies/statistical-power.md)."""
 
 
-@dataclass(frozen=True)
-class TimeSlices:
-    address: str
-    """Socket that grants turns."""
-    steps: int
-    """Timed steps per turn, after one settling step."""
-
-    @classmethod
-    def of(cls, address: str, cycle: int) -> TimeSlices:
-        return cls(address, CYCLES_IN_A_TURN * cycle)
-
-    def begins(self, number: int) -> bool:
-        """Returns whether step `number` after the warm-up begins a turn."""
-        return number >= 0 and number % (self.steps + 1) == 0
+def begins_turn(number: int) -> bool:
+    """Returns whether step `number` after the warm-up begins a turn."""
+    return number >= 0 and number % (STEPS_IN_A_TURN + 1) == 0
 
 
 class TurnClient:
@@ -68,7 +58,8 @@ class TrialSpec:
     max_restarts: int = 0
     profile: bool = False
     traces: str | None = None
-    turns: TimeSlices | None = None
+    turns: str | None = None
+    """Socket that grants turns to an interleaved trial."""
     samples_per_control: int = 0
     """Samples of a rank per control (harness/worker/control_process.py); 0: no control."""
     timed_seconds: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import json
@@ -20,7 +21,7 @@ import psutil
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from harness.analysis.stats import neighbour_logs, slowest
+from harness.analysis.stats import slowest
 from harness.launch.launcher import Launcher
 from harness.spec.cell import Cell
 from tests.benchmarks.conftest import Ratio, steps_of
@@ -170,9 +171,15 @@ def by_turn(steps: Sequence[float], untimed: int, turn_seconds: float) -> dict[i
 def compared(suite: Mapping[int, float], script: Mapping[int, float]) -> float:
     """Returns the suite's time over the script's: the median ratio of the suite's turns to the
     script's turns before and after them."""
-    # the script has the first turn
-    turns = [(number + 0.5, seconds) for number, seconds in sorted(suite.items())]
-    return math.exp(statistics.median(neighbour_logs(turns, sorted(script.items()))))
+    numbers = sorted(script)
+    logs = []
+    for number, seconds in suite.items():
+        # The script has the first turn, so its turn of the same number comes before the suite's.
+        after = bisect.bisect(numbers, number)
+        if 0 < after < len(numbers):
+            around = (math.log(script[at]) for at in numbers[after - 1 : after + 1])
+            logs.append(math.log(seconds) - statistics.fmean(around))
+    return math.exp(statistics.median(logs))
 
 
 def both(

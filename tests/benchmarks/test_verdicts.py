@@ -1,15 +1,16 @@
 """How often a comparison is right on this machine: a cell against itself, and against one that is
-slower by a known percentage.
+slower by 3 %.
 
-Each round launches the cells in random order. A comparison takes as many consecutive rounds as a
-run has trials, and shares none with another comparison. BENCH_COMPARISONS sets their number (20; a
-precision halves it, but doubles their length). Half of a cell's comparisons with itself run next to
-a busy neighbour, which computes on one core for some of the rounds.
+A comparison takes the default number of trials of each cell, one after the other in random order,
+or one of each and then heats, as in the race. It shares none with another comparison.
+BENCH_COMPARISONS sets their number (20). Half of a cell's comparisons with itself run next to a
+busy neighbour, which computes on one core for some of the rounds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import random
 import statistics
@@ -21,84 +22,90 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.matrix import DEFAULT_TRIALS
-from harness.analysis.stats import (
-    CONFIDENCE,
-    PAIR_CONFIDENCE,
-    Comparison,
-    SliceRates,
-    compare_rounds,
-)
+from harness.analysis.estimates import estimates_of
+from harness.analysis.stats import SpeedVerdict
+from harness.analysis.stats import ratio as over
 from harness.launch.interleaved import InterleavedLauncher, Launch
 from harness.launch.launcher import Launcher
+from harness.launch.outcome import Outcome
+from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
 from harness.strategy.registry import validate
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
-from tests.benchmarks.conftest import Ratio, step_seconds
+from tests.benchmarks.conftest import Ratio
 from tests.unit.recording import figures
 
 COMPARISONS = int(os.environ.get("BENCH_COMPARISONS", "20"))
-SLOWER = {"one": 0.0, "same": 0.0, "slower by 3 %": 3.0, "slower by 1.5 %": 1.5}
-Round = dict[str, tuple[float, SliceRates]]
-"""Samples per second of each cell, overall and in each turn."""
-Take = Callable[[Sequence[str]], Round]
+SLOWER = {"cell": 0.0, "same": 0.0, "slower": 3.0}
+"""Percentage added to the step's time, by the name of the cell."""
+Take = Callable[[int, Sequence[str]], list[TrialRecord]]
+"""Runs a trial of each of these cells in this order. The number is that of the round."""
 
 
-def cell_of(name: str, devices: int, timed_steps: int) -> Cell:
-    axes = {
-        "devices": devices,
-        "workload": "llama-nano",
-        "global_batch": 8,
-        "sequence_length": 64,
-        "warmup_steps": 3,
-    }
-    return Cell(
+def launch_of(name: str, devices: int, timed_steps: int) -> Launch:
+    cell = Cell(
         strategy="slowed",
         options={"percent": SLOWER[name]},
+        devices=devices,
+        workload="llama-nano",
+        global_batch=8,
+        sequence_length=64,
+        warmup_steps=3,
         parity_steps=3,
         timed_steps=timed_steps,
-        **axes,
-    )  # type: ignore[arg-type]
+    )
+    workload = make_workload(cell.workload)
+    data = prepare_data(cell.data, workload, cell.sequence_length)
+    return Launch(cell, data, validate(cell, workload)[1].processes)
 
 
-def alone(launcher: Launcher) -> Take:
-    """One launch after the other, as runs do by default: DDP on two ranks, 10 steps."""
-    return lambda names: {
-        name: (8 / step_seconds(launcher, cell_of(name, 2, 10)), ()) for name in names
-    }
+def recorded(number: int, name: str, launch: Launch, outcome: Outcome) -> TrialRecord:
+    """Returns the trial with the cell's name as its id, because equal cells have the same id."""
+    assert outcome.status == "ok", outcome.reason
+    facts = model_facts(make_workload(launch.cell.workload), launch.cell.sequence_length)
+    trial = figures(launch.cell, outcome.answers, facts, None)
+    return dataclasses.replace(trial, cell_id=name, trial=number)
 
 
-def interleaved_trials(interleaved: InterleavedLauncher) -> Take:
-    """All launches at once, interleaved: one rank, 60 steps."""
-    workload = make_workload("llama-nano")
-    facts = model_facts(workload, 64)
+def separate(launcher: Launcher) -> Take:
+    """One trial after the other: DDP on two ranks, 10 steps."""
 
-    def take(names: Sequence[str]) -> Round:
-        cells = [cell_of(name, 1, 60) for name in names]
-        launches = [
-            Launch(one, prepare_data(one.data, workload, 64), validate(one, workload)[1].processes)
-            for one in cells
+    def take(number: int, names: Sequence[str]) -> list[TrialRecord]:
+        launches = [(name, launch_of(name, 2, 10)) for name in names]
+        return [
+            recorded(number, name, launch, launch.run(launcher, None)) for name, launch in launches
         ]
-        found = {}
-        for name, one, outcome in zip(names, cells, interleaved.together(launches), strict=True):
-            assert outcome.status == "ok", outcome.reason
-            row = figures(one, outcome.answers, facts, None)
-            turns = list(zip(row.turn_began, row.turn_samples_per_second, strict=True))
-            found[name] = (row.samples_per_second, turns)
-        return found
 
     return take
 
 
-@pytest.fixture(scope="module")
-def interleaved(plugin: object) -> Iterator[InterleavedLauncher]:
+def in_heats(launcher: Launcher, interleaved: InterleavedLauncher) -> Take:
+    """A separate trial of each cell, then heats: one rank, 60 steps."""
+
+    def take(number: int, names: Sequence[str]) -> list[TrialRecord]:
+        launches = [launch_of(name, 1, 60) for name in names]
+        if number:
+            outcomes = interleaved.together(launches)
+        else:
+            outcomes = [launch.run(launcher, None) for launch in launches]
+        trials = zip(names, launches, outcomes, strict=True)
+        return [recorded(number, *trial) for trial in trials]
+
+    return take
+
+
+@pytest.fixture
+def interleaved(plugin: object, launcher: Launcher) -> Iterator[InterleavedLauncher]:
     with contextlib.closing(InterleavedLauncher(["bench_plugin"], 2)) as found:
+        for pid in found.pids:
+            launcher.ignore_pid(pid)
         yield found
 
 
 def rounds(
     take: Take, names: Sequence[str], count: int, busy: bool, rng: random.Random
-) -> list[Round]:
+) -> list[TrialRecord]:
     """Runs rounds. `busy`: a neighbour computes on one core during some of them."""
     found = []
     from_round, to_round = sorted(rng.sample(range(count + 1), 2)) if busy else (0, 0)
@@ -111,7 +118,7 @@ def rounds(
                 neighbour.kill()
                 neighbour.wait()
                 neighbour = None
-            found.append(take(rng.sample(names, len(names))))
+            found += take(number, rng.sample(names, len(names)))
     finally:
         if neighbour:
             neighbour.kill()
@@ -119,46 +126,39 @@ def rounds(
     return found
 
 
-def compared(taken: Sequence[Round], name: str, confidence: float = PAIR_CONFIDENCE) -> Comparison:
-    speeds, turns = (
-        [{i: one[which][what] for i, one in enumerate(taken)} for which in (name, "one")]
-        for what in (0, 1)
-    )
-    found = compare_rounds(*speeds, (turns[0], turns[1]), confidence)  # type: ignore[arg-type]
-    assert found is not None
-    return found
+def verdict(trials: Sequence[TrialRecord], name: str) -> SpeedVerdict:
+    cells = estimates_of(trials).cells
+    return over(cells[name], cells["cell"]).verdict
 
 
-def default_trials(
-    take: Take, benchmark: BenchmarkFixture, ratio: Ratio, how: str, wanted: str
+def count_verdicts(
+    take: Take, trials: int, benchmark: BenchmarkFixture, ratio: Ratio, how: str, wanted: str
 ) -> None:
-    """Counts false alarms of a cell against itself, and how often a 3 % difference is found, with
-    the default number of trials."""
-    rng, alarms, seen, ones = random.Random(1), [], [], []
-    take(["one", "same"])
+    """Counts false alarms of a cell against itself, and how often a 3 % difference is found."""
+    rng, alarms, seen, speeds = random.Random(1), [], [], []
 
     def compare() -> None:
-        taken = rounds(take, ["one", "same"], DEFAULT_TRIALS, len(alarms) % 2 == 1, rng)
-        alarms.append(compared(taken, "same").verdict != "no difference seen")
-        taken = rounds(take, ["one", "slower by 3 %"], DEFAULT_TRIALS, False, rng)
-        seen.append(compared(taken, "slower by 3 %").verdict == "slower")
-        ones.extend(one["one"][0] for one in taken)
+        taken = rounds(take, ["cell", "same"], trials, len(alarms) % 2 == 1, rng)
+        alarms.append(verdict(taken, "same") != "no difference seen")
+        taken = rounds(take, ["cell", "slower"], trials, False, rng)
+        seen.append(verdict(taken, "slower") == "slower")
+        speeds.extend(trial.samples_per_second or 0.0 for trial in taken if trial.cell_id == "cell")
 
     benchmark.pedantic(compare, rounds=COMPARISONS)
-    spread = statistics.stdev(ones) / statistics.fmean(ones)
+    spread = statistics.stdev(speeds) / statistics.fmean(speeds)
     ratio(
-        f"spread of {len(ones)} launches of one cell, {how}, standard deviation over mean",
+        f"spread of {len(speeds)} trials of one cell, {how}, standard deviation over mean",
         [spread],
         "",
     )
     ratio(
-        f"A/A alarms in {len(alarms)} comparisons of {DEFAULT_TRIALS} trials, {how}, share",
-        [sum(alarms) / len(alarms)],
+        f"A/A alarms in {len(alarms)} comparisons of {trials} trials, {how}, share",
+        [statistics.fmean(alarms)],
         "at most 0.01",
     )
     ratio(
         f"A/B of 3 %, {how}, seen in {len(seen)} comparisons, share",
-        [sum(seen) / len(seen)],
+        [statistics.fmean(seen)],
         wanted,
     )
 
@@ -166,41 +166,16 @@ def default_trials(
 @pytest.mark.timeout(120 + 60 * COMPARISONS)
 @pytest.mark.benchmark(group="verdicts: all rounds of all comparisons")
 def test_default_trials(benchmark: BenchmarkFixture, ratio: Ratio, launcher: Launcher) -> None:
-    default_trials(alone(launcher), benchmark, ratio, "one after the other", "")
+    count_verdicts(separate(launcher), DEFAULT_TRIALS, benchmark, ratio, "one after the other", "")
 
 
 @pytest.mark.timeout(120 + 120 * COMPARISONS)
 @pytest.mark.benchmark(group="verdicts: all rounds of all comparisons")
-def test_default_trials_interleaved(
-    benchmark: BenchmarkFixture, ratio: Ratio, interleaved: InterleavedLauncher
+def test_heats(
+    benchmark: BenchmarkFixture,
+    ratio: Ratio,
+    launcher: Launcher,
+    interleaved: InterleavedLauncher,
 ) -> None:
-    default_trials(
-        interleaved_trials(interleaved), benchmark, ratio, "interleaved", "at least 0.95"
-    )
-
-
-@pytest.mark.timeout(600 + 60 * COMPARISONS)
-@pytest.mark.benchmark(group="verdicts: all rounds of all comparisons")
-def test_half_a_percent(
-    benchmark: BenchmarkFixture, ratio: Ratio, interleaved: InterleavedLauncher
-) -> None:
-    """Counts how often --interleave --precision 0.5% finds 1.5 %, and the trials it takes."""
-    rng, seen, trials = random.Random(2), [], []
-    take = interleaved_trials(interleaved)
-    take(["one"])
-
-    def compare() -> None:
-        names = ["one", "slower by 1.5 %"]
-        taken = rounds(take, names, DEFAULT_TRIALS, False, rng)
-        while (compared(taken, names[1], CONFIDENCE).precision or 0.0) > 0.005:
-            taken += rounds(take, names, 1, False, rng)
-        seen.append(compared(taken, names[1]).verdict == "slower")
-        trials.append(float(len(taken)))
-
-    benchmark.pedantic(compare, rounds=max(1, COMPARISONS // 2))
-    ratio(
-        f"A/B of 1.5 % at --precision 0.5%, interleaved, seen in {len(seen)} comparisons, share",
-        [sum(seen) / len(seen)],
-        "at least 0.95",
-    )
-    ratio("trials that --precision 0.5% took", trials, "")
+    take = in_heats(launcher, interleaved)
+    count_verdicts(take, 1 + DEFAULT_TRIALS, benchmark, ratio, "in heats", "at least 0.95")

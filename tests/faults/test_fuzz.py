@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.cli import app, refusal
-from bench.cli.run_plan import parse_precision, parse_share, parse_time
+from bench.cli.run_plan import parse_share, parse_time
 from bench.cluster.site import read_site
 from bench.expand import expand
 from bench.host import Host, host_of
@@ -145,7 +145,6 @@ def test_a_cell(axes: dict[str, Any]) -> None:
 )
 def test_values_of_options(words: list[str], text: str, seed: int) -> None:
     for good, parse in (
-        (b"2%", parse_precision),
         (b"1/4", parse_share),
         (b"45min", parse_time),
         (b"8 x h100-80gb", lambda host: host_of(host, 1)),

@@ -335,5 +335,7 @@ def timed_and_checked(devices: int, precision: str = "bf16", device: str = "cuda
         twin = Cell(strategy="ddp", options={"bucket_cap_mb": mib}, **checked)
         rows += trial_rows(twin, [100.0 - mib], oversubscribed=False)
         once.append(twin.id)
-    plan = Plan("20260101T000000-abcd", "full", (), 2, once=frozenset(once), until_answered=True)
+    plan = Plan(
+        "20260101T000000-abcd", "full", (), 2, until_answered=True, not_compared=frozenset(once)
+    )
     return MadeRun(rows, plan)

@@ -15,7 +15,7 @@ from harness.record.plan import Plan
 from harness.record.run_record import RunRecord
 from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
-from harness.run.allocation import FurtherRound, TimeBudget
+from harness.run.allocation import TimeBudget
 from harness.run.prepared import PreparedTrial
 from harness.run.runner import HEAT_SECONDS, Runner, SilentListener
 from harness.spec.cell import Cell
@@ -119,12 +119,6 @@ def test_a_heat_takes_as_long_as_its_steps(tmp_path: Path) -> None:
     assert runner_of(tmp_path, plan, fast)._group_seconds([CELL, OTHER], 1) == expected
 
 
-def test_all_trials_of_an_interleaved_plan_take_equally_long(tmp_path: Path) -> None:
-    plan = Plan("run-1", "test", (CELL,), 1, interleaved=True, precision=0.02)
-    row = trial_row(CELL, wall_seconds=5.0, **TURNS)
-    assert runner_of(tmp_path, plan, [row])._group_seconds([CELL], 1) == 5.0
-
-
 def with_trials(
     runner: Runner, monkeypatch: pytest.MonkeyPatch, out_of_memory: Sequence[tuple[str, int]] = ()
 ) -> list[tuple[str, int]]:
@@ -169,10 +163,7 @@ def test_the_time_budget_of_planned_rounds_drops_no_further_trial(
     plan = Plan("run-1", "test", (CELL, OTHER), 3, time_budget_seconds=45.0, until_answered=True)
     rounds = iter([[(CELL.id,)], []])
 
-    def worth_launching(*_: Any) -> FurtherRound:
-        return FurtherRound(next(rounds), "may be the fastest")
-
-    monkeypatch.setattr("harness.run.runner.worth_launching", worth_launching)
+    monkeypatch.setattr("harness.run.runner.worth_launching", lambda *_: next(rounds))
     monkeypatch.setattr(TimeBudget, "shortest_that_fit", lambda _, seconds: set(seconds))
     launched = with_trials(runner_of(tmp_path, plan, []), monkeypatch)
     assert launched[4:] == [("ddp", 2)]

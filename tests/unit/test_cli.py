@@ -74,11 +74,6 @@ def bench(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
             ["--share", "--time-budget"],
         ),
         (["run", "--resume"], ["nothing to resume"]),
-        (["run", "--matrix", "full", "--interleave"], ["--interleave", "2 to 8", "--only"]),
-        (
-            ["run", "--matrix", "smoke", "--only", "single", "--interleave"],
-            ["--interleave", "1"],
-        ),
         (["run", "--matrix", "smoke", "--host", "8 x h100-80gb"], ["--host", "--dry-run"]),
         (
             ["run", "--matrix", "smoke", "--dry-run", "--host", "8 x abacus"],

@@ -57,8 +57,8 @@ def test_the_same_options_or_none_continue_a_run(tmp_path: Path, matrix: str) ->
     assert go_on(store, matrix=matrix) == plan, "as documented for cancelled jobs"
     assert go_on(store, matrix="elsewhere/m.yaml") == plan
     assert go_on(store) == plan
-    timed = begin(store, "timed", matrix=matrix, precision=0.02, timed_seconds=1.5)
-    again: dict[str, Any] = {"matrix": matrix, "precision": 0.02, "timed_seconds": 1.5}
+    timed = begin(store, "timed", matrix=matrix, timed_seconds=1.5)
+    again: dict[str, Any] = {"matrix": matrix, "timed_seconds": 1.5}
     assert go_on(store, "timed", **again) == timed
 
 
@@ -69,12 +69,10 @@ def test_the_same_options_or_none_continue_a_run(tmp_path: Path, matrix: str) ->
         ({"changes": {"batch": 32}}, "different cells"),
         ({"model": "llama-mini"}, "different cells"),
         ({"trials": 5}, "different trials"),
-        ({"precision": 0.05}, "different precision"),
         (
             {"time_budget_seconds": 7.0, "timed_seconds": 9.0},
             "different time budget and timed seconds",
         ),
-        ({"interleave": True}, "different interleaving"),
         ({"matrix": "smoke"}, "not 'smoke'"),
         ({"matrix": "", "only": ("ddp",)}, "--matrix"),
     ],

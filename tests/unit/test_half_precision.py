@@ -78,8 +78,8 @@ def test_half_precision_gets_advice_a_baseline_and_further_rounds(
     }
     (racing,) = undecided(group)
     assert {cell.cell.strategy for cell in racing} == {"ddp", "fsdp1", "fsdp2"}
-    further = worth_launching(run.plan, TrialRecord.from_frame(trials))
-    assert further.cell_ids == {cell.cell_id for cell in racing}
+    heats = worth_launching(run.plan, TrialRecord.from_frame(trials))
+    assert set().union(*heats) == {cell.cell_id for cell in racing}
 
 
 def test_a_cell_is_judged_by_its_twin_in_fp32_where_the_run_has_one(tmp_path: Path) -> None:
@@ -206,13 +206,12 @@ def test_the_headline_of_full_on_gpus_is_what_is_timed(host: str) -> None:
     assert (first.precision, first.device) == ("bf16", "cuda")
     assert (leading.baseline.strategy, leading.baseline.options) == ("ddp", {})
     assert leading.baseline.devices == first.devices == int(host[0])
-    assert not plan.once & {cell.id for cell in leading.cells}
     assert not plan.not_compared & {cell.id for cell in leading.cells}
     assert len(leading.cells) > len(leading.candidates) > 10
     assert plan.launches_per_round[leading.baseline.id] > 1
     launches = Counter(cell.id for cell, _ in plan.schedule())
     assert all(launches[cell.id] == plan.trials_of(cell) for cell in plan.cells)
-    assert all(launches[cell_id] == 1 for cell_id in plan.once)
+    assert all(launches[cell_id] == 1 for cell_id in plan.not_compared)
 
 
 def test_a_dry_run_names_the_headline_its_baseline_and_candidates() -> None:
@@ -290,12 +289,10 @@ def test_without_a_plan_the_headline_is_the_largest_group(tmp_path: Path) -> Non
 def test_cells_that_are_launched_once_buy_no_launches(tmp_path: Path) -> None:
     rows, plan = timed_and_checked(8)
     cells = cell_results(stored(tmp_path, rows).trials)
-    reached = precision(timed(cells, plan.once))
+    reached = precision(timed(cells, plan.not_compared))
     assert reached is not None
     assert reached.cells == 4
     eager = dataclasses.replace(plan, time_budget_seconds=60.0)
-    further = worth_launching(
-        eager, TrialRecord.from_frame(stored(tmp_path / "again", rows).trials)
-    )
-    assert further.cell_ids
-    assert not further.cell_ids & plan.once
+    heats = worth_launching(eager, TrialRecord.from_frame(stored(tmp_path / "again", rows).trials))
+    assert heats
+    assert not set().union(*heats) & plan.not_compared

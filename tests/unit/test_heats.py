@@ -77,6 +77,27 @@ def test_intervals_of_differences_and_levels_hold() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("slower", "least", "most"), [(0.0, 0.0, 1 / 200 * 1.5), (0.03, 0.95, 1.0)]
+)
+def test_three_percent_are_seen_in_ten_heats(slower: float, least: float, most: float) -> None:
+    """The machine's speed varies by a tenth between heats; launches of a cell spread by 1.1 %."""
+    chance = random.Random(4)
+    separate = {name: LogEstimate(0.0, SEPARATE, 20, 1) for name in "ab"}
+    different = 0
+    for _ in range(1000):
+        heats = [
+            {
+                "a": machine + chance.gauss(0, 0.011),
+                "b": machine + chance.gauss(-slower, 0.011),
+            }
+            for machine in [chance.gauss(0, 0.1) for _ in range(10)]
+        ]
+        cells = joined(separate, heats).cells
+        different += ratio(cells["b"], cells["a"]).verdict != "no difference seen"
+    assert least <= different / 1000 <= most
+
+
 def test_heats_of_different_settings_do_not_tie_their_cells() -> None:
     separate = {
         name: LogEstimate(mean, SEPARATE, 20, 1)

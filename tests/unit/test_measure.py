@@ -42,7 +42,7 @@ from harness.record.run_record import RankStep
 from harness.run.metrics import timed_seconds
 from harness.spec.cell import Cell
 from harness.worker.rank_answer import CpuTime
-from harness.worker.spec import TimeSlices
+from harness.worker.spec import begins_turn
 from harness.workloads.counts import ModelFacts
 from tests.unit.recording import answer, figures
 
@@ -74,10 +74,8 @@ def test_turns_of_a_trial_by_hand() -> None:
     assert figures(CELL, [answer(0, [1.0])], FACTS, None).turn_began == ()
 
 
-def test_a_turn_is_two_cycles_and_a_step_that_settles() -> None:
-    turns, longer = TimeSlices.of("address", cycle=1), TimeSlices.of("address", cycle=4)
-    assert [number for number in range(-3, 8) if turns.begins(number)] == [0, 3, 6]
-    assert [number for number in range(-3, 20) if longer.begins(number)] == [0, 9, 18]
+def test_a_turn_is_two_steps_and_one_that_settles() -> None:
+    assert [number for number in range(-3, 8) if begins_turn(number)] == [0, 3, 6]
 
 
 def test_a_step_is_timed_between_two_synchronisations() -> None:

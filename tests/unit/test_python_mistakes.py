@@ -13,7 +13,6 @@ from harness.spec.errors import UsageError
     [
         ({}, "either cells or a matrix"),
         ({"matrix": "smoke", "trials": 0}, "trials 0"),
-        ({"matrix": "smoke", "precision": 2.0}, "precision 2.0"),
         ({"matrix": "smoke", "timed_seconds": -1.0}, "timed_seconds -1.0"),
         ({"matrix": "smoke", "time_budget_seconds": float("nan")}, "time_budget_seconds nan"),
     ],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from harness.analysis.summary import cells as summarise
 from harness.analysis.trials import CAUSES
 from harness.record.store import Results
 from harness.spec.cell import Cell
+from reports.groups import Group
 from reports.text import deviation, number, shortened, shortened_apart, signed, size
 from tests.unit.html_page import Page, page_of
 from tests.unit.made_results import MIB, stored, trial_rows
@@ -230,3 +233,14 @@ def test_a_heading_names_the_statistic_that_its_column_shows() -> None:
     assert "95 % interval" in (throughput_column([]).tip or "")
     for file in (Path(__file__).parents[2] / "reports").rglob("*.py"):
         assert "mean over trials" not in file.read_text(), file
+
+
+def test_a_ranking_on_one_device_says_that_nothing_is_communicated() -> None:
+    def details(**changes: object) -> str:
+        one = Cell(strategy="ddp", device="cuda", precision="bf16").model_copy(update=changes)
+        speed = SimpleNamespace(tokens_per_second=1.0)
+        row: Any = SimpleNamespace(cell=one, speed=speed)
+        return Group((row,)).details
+
+    assert "communicated" in details()
+    assert "communicated" not in details(devices=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -12,14 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from harness.analysis.stats import (
-    CONFIDENCE,
+    PAIR_CONFIDENCE,
     SMALLEST_EFFECT,
-    compare_rounds,
+    Comparison,
     compare_runs,
     estimate,
-    log_ratio,
     median_error,
 )
+from scripts.slower import paired_ratio
+
+
+def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Comparison | None:
+    return paired_ratio(first, second, PAIR_CONFIDENCE)
+
 
 Draw = Callable[[np.random.Generator, int], "np.ndarray"]
 
@@ -84,7 +89,7 @@ def test_the_interval_covers_the_median_as_often_as_it_says(shape: str, trials: 
 def test_a_comparison_by_hand() -> None:
     """Ratios of 1.01 and 1.03 within rounds have the geometric mean 1.01995, whatever the rounds'
     levels; t(0.9975; 1) is 127.32."""
-    found = compare_rounds({0: 101.0, 1: 51.5, 5: 9.0}, {0: 100.0, 1: 50.0, 2: 1.0})
+    found = paired({0: 101.0, 1: 51.5, 5: 9.0}, {0: 100.0, 1: 50.0, 2: 1.0})
     assert found is not None
     assert found.rounds == 2
     assert found.ratio == pytest.approx(math.sqrt(1.01 * 1.03))
@@ -93,7 +98,7 @@ def test_a_comparison_by_hand() -> None:
         127.3213 * spread / math.sqrt(2), rel=1e-4
     )
     assert found.verdict == "no difference seen"
-    assert compare_rounds({0: 1.0}, {1: 1.0}) is None
+    assert paired({0: 1.0}, {1: 1.0}) is None
 
 
 def test_words() -> None:
@@ -104,10 +109,10 @@ def test_words() -> None:
         (0.98, "slower"),
         (1 + SMALLEST_EFFECT / 2, "no difference seen"),
     ):
-        found = compare_rounds({r: v * factor for r, v in nearly.items()}, base)
+        found = paired({r: v * factor for r, v in nearly.items()}, base)
         assert found is not None
         assert found.verdict == said
-    one = compare_rounds({0: 2.0}, {0: 1.0})
+    one = paired({0: 2.0}, {0: 1.0})
     assert one is not None
     assert one.verdict == "no difference seen", "one launch of each proves nothing"
     equal = compare_runs([1.0, 1.0], [1.0, 1.0])
@@ -115,40 +120,6 @@ def test_words() -> None:
     assert (equal.ratio, equal.verdict) == (1.0, "no difference seen")
     assert compare_runs([], [1.0]) is None
     assert compare_runs([1.0], [2.0, 2.0]) is not None
-
-
-def test_turns_by_hand() -> None:
-    """Two launches are interleaved, with turns at 0, 1, 2, 3 and 4 s. 110 is the geometric mean of
-    100 and 121: a drift, which cancels."""
-    first, second = [(0.0, 100.0), (2.0, 121.0), (4.0, 146.41)], [(1.0, 110.0), (3.0, 133.1)]
-    assert log_ratio(first, second) == pytest.approx(0.0)
-    assert log_ratio([(began, 1.03 * speed) for began, speed in first], second) == pytest.approx(
-        math.log(1.03)
-    )
-    assert log_ratio(second, [(began, 1.03 * speed) for began, speed in first]) == pytest.approx(
-        -math.log(1.03)
-    )
-    assert log_ratio(first, [(began + 10, speed) for began, speed in second]) is None, (
-        "they were not interleaved"
-    )
-    assert log_ratio(first, []) is None
-
-
-def test_interleaved_rounds_use_their_turns() -> None:
-    """Turns in round 0 give 1.02, whatever the throughputs; round 1, without turns, gives 1.04."""
-    turns = {0: [(0.0, 102.0), (2.0, 102.0)]}, {0: [(1.0, 100.0), (3.0, 100.0)]}
-    found = compare_rounds({0: 70.0, 1: 104.0}, {0: 100.0, 1: 100.0}, turns)
-    assert found is not None
-    assert found.ratio == pytest.approx(math.sqrt(1.02 * 1.04))
-
-
-@given(drift=some.floats(-0.05, 0.05), slower=some.floats(0.5, 2.0), count=some.integers(3, 30))
-def test_proportional_drift_between_turns_cancels(drift: float, slower: float, count: int) -> None:
-    speeds = [
-        (float(turn), math.exp(drift * turn) / (slower if turn % 2 else 1.0))
-        for turn in range(count)
-    ]
-    assert log_ratio(speeds[::2], speeds[1::2]) == pytest.approx(math.log(slower), abs=1e-9)
 
 
 throughputs = some.lists(some.floats(1.0, 1e6), min_size=2, max_size=8)
@@ -160,7 +131,7 @@ def test_swapping_inverts_the_ratio_and_units_do_not_matter(
 ) -> None:
     for compare in (
         compare_runs,
-        lambda a, b: compare_rounds(dict(enumerate(a)), dict(enumerate(b))),
+        lambda a, b: paired(dict(enumerate(a)), dict(enumerate(b))),
     ):
         one, other = compare(first, second), compare(second, first)
         scaled = compare([v * scale for v in first], [v * scale for v in second])
@@ -208,7 +179,7 @@ def test_equals_are_called_different_at_most_once_in_two_hundred(
         pairs = busy_for_a_while(rng, rounds) if neighbour else rng.normal(1.0, 0.011, (rounds, 2))
         for row in pairs:  # rounds are shuffled
             rng.shuffle(row)
-        found = compare_rounds(
+        found = paired(
             dict(enumerate(map(float, pairs[:, 0]))), dict(enumerate(map(float, pairs[:, 1])))
         )
         alarms += found is not None and found.verdict != "no difference seen"
@@ -220,30 +191,6 @@ def test_three_percent_are_seen_in_ten_rounds() -> None:
     seen = 0
     for _ in range(1000):
         first, second = rng.normal(0.97, 0.011, 10), rng.normal(1.0, 0.011, 10)
-        found = compare_rounds(
-            dict(enumerate(map(float, first))), dict(enumerate(map(float, second)))
-        )
+        found = paired(dict(enumerate(map(float, first))), dict(enumerate(map(float, second))))
         seen += found is not None and found.verdict == "slower"
     assert seen >= 950
-
-
-@pytest.mark.parametrize(("slower", "least", "most"), [(0.0, 0.0, 0.02), (0.015, 0.97, 1.0)])
-def test_a_precision_of_half_a_percent_separates_1_5_percent(
-    slower: float, least: float, most: float
-) -> None:
-    """Rounds with ratios that spread by 1.3 % are added to ten, until the 95 % interval is this
-    narrow."""
-    rng = np.random.default_rng(5)
-    called = 0
-    for _ in range(500):
-        first, second = (
-            {r: float(v) for r, v in enumerate(rng.normal(level, 0.0092, 10))}
-            for level in (1 / (1 + slower), 1.0)
-        )
-        while (compare_rounds(first, second, confidence=CONFIDENCE).precision or 0.0) > 0.005:
-            first[len(first)], second[len(second)] = (
-                float(rng.normal(1 / (1 + slower), 0.0092)),
-                float(rng.normal(1.0, 0.0092)),
-            )
-        called += compare_rounds(first, second).verdict != "no difference seen"
-    assert least <= called / 500 <= most
