@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -100,12 +101,19 @@ def keep_norm(engine: DeepSpeedEngine) -> None:
     module.clip_grad_norm_ = clip_and_keep
 
 
-def save_checkpoint(engine: DeepSpeedEngine, folder: Path, step: int) -> None:
+def save_by_engine(job: Job, engine: DeepSpeedEngine) -> None:
+    job.save_by(
+        functools.partial(_save_checkpoint, engine),
+        functools.partial(_load_checkpoint, job, engine),
+    )
+
+
+def _save_checkpoint(engine: DeepSpeedEngine, folder: Path, step: int) -> None:
     client_state = {"step": step, "random": random_states()}
     engine.save_checkpoint(str(folder), CHECKPOINT, client_state=client_state)
 
 
-def load_checkpoint(job: Job, engine: DeepSpeedEngine, folder: Path) -> int:
+def _load_checkpoint(job: Job, engine: DeepSpeedEngine, folder: Path) -> int:
     """Loads a checkpoint; returns its step. Raises RuntimeError without one; DeepSpeed only
     warns."""
     import torch

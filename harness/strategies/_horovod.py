@@ -264,14 +264,11 @@ def register(
             yield "library", "Adasum's starting points", start
 
     senders = ("allreduce_async_", "grouped_allreduce_async_")
-    job.register(
-        model,
-        optimizer,
-        library=library,
-        collectives=[(module, name, "all_reduce") for name in senders],
-        waits=[(module, "synchronize", "communication")],
-        wire="ring",
-        over_tcp=over_tcp,
-        save=RootFile(job, model, optimizer).save,
-        load=RootFile(job, model, optimizer).load,
-    )
+    registered = job.register(model, optimizer)
+    registered.library = library
+    registered.collectives = [(module, name, "all_reduce") for name in senders]
+    registered.waits = [(module, "synchronize", "communication")]
+    registered.wire = "ring"
+    registered.over_tcp = over_tcp
+    file = RootFile(job, model, optimizer)
+    job.save_by(file.save, file.load)

@@ -48,7 +48,7 @@ class PowerSgd(Emulation):
         model = job.model()
         optimizer = job.optimizer_of(model)
         buckets: list[Bucket] = []
-        job.register(model, optimizer, library=lambda: [t for b in buckets for t in b.kept()])
+        job.register(model, optimizer).library = lambda: [t for b in buckets for t in b.kept()]
         own = dataclasses.replace(job, cell=job.cell.model_copy(update={"micro_batches": parts}))
         halves = step_halves(own, model, optimizer)
         completed = completion_order(model)

@@ -68,13 +68,9 @@ class Replicas(Emulation):
             _state(model, optimizer, outer)
             for model, optimizer in zip(models, optimizers, strict=True)
         )
-        job.register(
-            first.model,
-            optimizers[0],
-            *([outer] if outer else []),
-            moments=first.moments,
-            replicas=others,
-        )
+        registered = job.register(first.model, optimizers[0], *([outer] if outer else []))
+        registered.moments = first.moments
+        registered.replicas = others
         halves = [step_halves(*own) for own in zip(jobs, models, optimizers, strict=True)]
 
         def step(batch: Batch) -> Tensor:

@@ -58,7 +58,7 @@ class Accelerate(AccelerateEngine):
         if self.zero:
             self.zero.register(job, model)
         else:
-            job.register(model, optimizer, library=lambda: ddp_buckets(model))
+            job.register(model, optimizer).library = lambda: ddp_buckets(model)
         scheduler = _accelerate.prepare_scheduler(job, accelerator, optimizer)
         state = _accelerate.AccelerateState(accelerator)
         job.save_by(state.save, state.load)

@@ -79,7 +79,7 @@ class Amp(Strategy):
         parameters = list(whole.parameters())
         optimizer = job.optimizer(masters or parameters)
         if not masters:
-            job.register(model, optimizer, library=lambda: ddp_buckets(model))
+            job.register(model, optimizer).library = lambda: ddp_buckets(model)
             job = own_precision(job) if half else job
             return standard_step(job, model, optimizer, no_sync=model.no_sync)
 
@@ -90,17 +90,13 @@ class Amp(Strategy):
         optimizer.register_step_post_hook(copy_back)  # not called if loss scaling skips a step
         named = dict(zip(names, masters, strict=True))
         files = StateFiles(job, {"masters": Tensors(named), "optimizer": optimizer, "model": model})
-        job.register(
-            model,
-            optimizer,
-            gather=lambda: iter(named.items()),
-            moments=lambda: moments_of(named.items(), [optimizer]),
-            library=lambda: chain(
-                ddp_buckets(model), (("library", "fp32 master weights", p) for p in masters)
-            ),
-            save=files.save,
-            load=files.load,
+        registered = job.register(model, optimizer)
+        registered.gather = lambda: iter(named.items())
+        registered.moments = lambda: moments_of(named.items(), [optimizer])
+        registered.library = lambda: chain(
+            ddp_buckets(model), (("library", "fp32 master weights", p) for p in masters)
         )
+        job.save_by(files.save, files.load)
         return self.step_by_masters(job, model, optimizer, masters)
 
     def step_by_masters(

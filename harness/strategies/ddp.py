@@ -121,9 +121,10 @@ class Ddp(Strategy):
         )
         state = None if self.comm_hook == "none" else compress(model, self.comm_hook)
         optimizer = job.optimizer_of(model)
-        job.register(
-            model, optimizer, library=lambda: [*ddp_buckets(model), *power_sgd_memory(state)]
-        )
+        job.register(model, optimizer).library = lambda: [
+            *ddp_buckets(model),
+            *power_sgd_memory(state),
+        ]
         return standard_step(job, model, optimizer, no_sync=model.no_sync)
 
 

@@ -58,7 +58,7 @@ class DdpElastic(Strategy):
     def setup(self, job: Job) -> TrainStep:
         model = wrap_in_ddp(job, job.model())
         optimizer, scaler = job.optimizer(model.parameters()), loss_scaler(job)
-        job.register(model, optimizer, library=lambda: ddp_buckets(model))
+        job.register(model, optimizer).library = lambda: ddp_buckets(model)
         train = standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler)
         parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "scaler": scaler}
         parts |= {f"scheduler{i}": part for i, part in enumerate(job.recipe.schedulers)}

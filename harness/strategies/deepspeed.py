@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -108,17 +107,13 @@ class Deepspeed(ZeroOptions):
 
     def register(self, job: Job, engine: DeepSpeedEngine, folder: Path | None = None) -> None:
         """Registers an engine, perhaps built by another library."""
-        job.register(
-            engine.module,
-            engine.basic_optimizer,
-            gather=lambda: self.whole(engine),
-            moments=None if folder else lambda: engines.full_moments(engine),
-            states=lambda: engines.retained_by_engine(engine),
-            waits=engines.engine_waits(engine),
-            offload_folder=folder,
-            save=functools.partial(engines.save_checkpoint, engine),
-            load=functools.partial(engines.load_checkpoint, job, engine),
-        )
+        registered = job.register(engine.module, engine.basic_optimizer)
+        registered.gather = lambda: self.whole(engine)
+        registered.moments = None if folder else lambda: engines.full_moments(engine)
+        registered.states = lambda: engines.retained_by_engine(engine)
+        registered.waits = engines.engine_waits(engine)
+        registered.offload_folder = folder
+        engines.save_by_engine(job, engine)
 
     def whole(self, engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
         return engines.full_parameters(engine)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from pydantic import Field
 
@@ -78,16 +77,12 @@ class DeepspeedMoe(Strategy):
             lr_scheduler=job.scheduler(optimizer),
         )
         moe.check_groups(mixtures)
-        job.register(
-            engine.module,
-            engine.basic_optimizer,
-            gather=lambda: moe.whole_parameters(engine, mixtures),
-            states=lambda: engines.retained_by_engine(engine),
-            waits=engines.engine_waits(engine),
-            routers=moe.routers(mixtures),
-            save=functools.partial(engines.save_checkpoint, engine),
-            load=functools.partial(engines.load_checkpoint, job, engine),
-        )
+        registered = job.register(engine.module, engine.basic_optimizer)
+        registered.gather = lambda: moe.whole_parameters(engine, mixtures)
+        registered.states = lambda: engines.retained_by_engine(engine)
+        registered.waits = engines.engine_waits(engine)
+        registered.routers = moe.routers(mixtures)
+        engines.save_by_engine(job, engine)
         return engines.engine_step(job, engine)
 
 

@@ -71,14 +71,10 @@ class DeepspeedPipeline(Strategy):
         )
         engines.keep_norm(engine)
         buffers, timed = functools.partial(pipeline_buffers, engine), timed_instructions(engine)
-        job.register(
-            stage.model,
-            engine.basic_optimizer,
-            library=buffers,
-            compute=timed,
-            save=functools.partial(engines.save_checkpoint, engine),
-            load=functools.partial(engines.load_checkpoint, job, engine),
-        )
+        registered = job.register(stage.model, engine.basic_optimizer)
+        registered.library = buffers
+        registered.compute = timed
+        engines.save_by_engine(job, engine)
         parts = job.cell.micro_batches
         keys: list[Tensor | None] = []
 

@@ -91,16 +91,13 @@ class DiLoCo(Strategy):
             {"model": model, "inner": inner, "outer": outer, "began": Tensors(began)},
             counters := ((diloco, "_local_step"),),
         )
-        job.register(
-            model,
-            inner,
-            outer,
-            library=lambda: [("library", f"began.{name}", t) for name, t in began.items()],
-            waits=[(manager, name, "communication") for name in ("start_quorum", "should_commit")],
-            counters=counters,
-            save=files.save,
-            load=files.load,
-        )
+        registered = job.register(model, inner, outer)
+        registered.library = lambda: [("library", f"began.{name}", t) for name, t in began.items()]
+        registered.waits = [
+            (manager, name, "communication") for name in ("start_quorum", "should_commit")
+        ]
+        registered.counters = counters
+        job.save_by(files.save, files.load)
         return standard_step(job, model, inner)
 
 

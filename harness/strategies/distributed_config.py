@@ -61,7 +61,7 @@ class DistributedConfigParallel(mesh.MeshStrategy):
         sizes = self.sizes(job.cell.devices)
         model = mesh.load(job, sizes)
         optimizer = job.optimizer(model.parameters())
-        job.register(model, optimizer, states=lambda: mesh.retained_parts(model, optimizer))
+        job.register(model, optimizer).states = lambda: mesh.retained_parts(model, optimizer)
         no_sync = None
         if sizes.shards * sizes.replicas > 1:
             # As transformers' Trainer does (version 5.23, `_defer_fsdp_gradient_reduction`).

@@ -87,14 +87,10 @@ class FairscaleFsdp(Strategy):
         job.recipe.clip = model.clip_grad_norm_
         optimizer = job.optimizer(model.parameters())
         files = StateFiles(job, {"model": LocalState(model), "optimizer": optimizer})
-        job.register(
-            model,
-            optimizer,
-            gather=gather,
-            library=lambda: pinned_gradients(model),
-            save=files.save,
-            load=files.load,
-        )
+        registered = job.register(model, optimizer)
+        registered.gather = gather
+        registered.library = lambda: pinned_gradients(model)
+        job.save_by(files.save, files.load)
         no_sync, scaler = model.no_sync if self.no_sync else None, sharded_loss_scaler(job)
         return standard_step(job, model, optimizer, no_sync=no_sync, scaler=scaler)
 

@@ -82,13 +82,8 @@ class FairscaleOss(Strategy):
         files = StateFiles(
             job, {"model": model, "optimizer": optimizer}, gather=optimizer.consolidate_state_dict
         )
-        job.register(
-            model,
-            optimizer.optim,
-            states=lambda: retained_by_oss(model, optimizer),
-            save=files.save,
-            load=files.load,
-        )
+        job.register(model, optimizer.optim).states = lambda: retained_by_oss(model, optimizer)
+        job.save_by(files.save, files.load)
         job.recipe.clip = optimizer.clip_grad_norm
         return standard_step(
             job,

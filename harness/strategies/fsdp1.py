@@ -83,12 +83,9 @@ class Fsdp1(Strategy):
         }
         job.recipe.clip = model.clip_grad_norm_
         optimizer = job.optimizer(model.parameters(), matrices)
-        job.register(
-            model,
-            optimizer,
-            gather=lambda: summoned_parameters(model),
-            moments=lambda: moments_by_torch(model, optimizer),
-        )
+        registered = job.register(model, optimizer)
+        registered.gather = lambda: summoned_parameters(model)
+        registered.moments = lambda: moments_by_torch(model, optimizer)
         scaler = sharded_loss_scaler(job)
         return standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler)
 

@@ -112,7 +112,7 @@ class Fsdp2(Strategy):
         if self.prefetch:
             prefetch_neighbours(blocks)
         optimizer = job.optimizer_of(model)
-        job.register(model, optimizer, gather=lambda: shards_on_device(job, model))
+        job.register(model, optimizer).gather = lambda: shards_on_device(job, model)
         job = own_precision(job) if self.mixed_precision else job
         no_sync = functools.partial(without_sync, root) if self.no_sync else None
         return standard_step(job, model, optimizer, no_sync=no_sync)

@@ -73,7 +73,7 @@ class ParallelismConfigMesh(mesh.MeshStrategy):
         _accelerate.verify(job, accelerator, bool(fsdp2), deepspeed=False)
         model, optimizer = accelerator.prepare(whole, job.optimizer(whole.parameters()))
         with_dtensors_apart(optimizer)
-        job.register(model, optimizer, states=lambda: mesh.retained_parts(model, optimizer))
+        job.register(model, optimizer).states = lambda: mesh.retained_parts(model, optimizer)
         scheduler = _accelerate.prepare_scheduler(job, accelerator, optimizer)
         return _accelerate.train_step(job, accelerator, model, optimizer, scheduler)
 

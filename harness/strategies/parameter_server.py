@@ -92,11 +92,15 @@ class ParameterServer(Strategy):
         model, tcp = job.model(), self.transport == "tcp"
         together = job.layout.data if self.mode == "synchronous" else 1
         if job.rank < job.layout.data:
-            job.register(model, over_tcp=tcp, waits=waits())
+            registered = job.register(model)
+            registered.over_tcp = tcp
+            registered.waits = waits()
             join(job, tcp)
             return work(job, model)
         optimizer = server_optimizer(job, model, updates=job.layout.data // together)
-        job.register(model, optimizer, over_tcp=tcp, waits=waits())
+        registered = job.register(model, optimizer)
+        registered.over_tcp = tcp
+        registered.waits = waits()
         join(job, tcp)
         return serve(job, optimizer, trained_parameters(model), together)
 

@@ -73,12 +73,8 @@ class PostLocalSgd(Strategy):
         optimizer = PostLocalSGDOptimizer(job.optimizer(model.parameters()), averager)
         counters = ((state, "iter"), (averager, "step"))
         files = StateFiles(job, {"model": model, "optimizer": optimizer}, counters)
-        job.register(
-            model,
-            optimizer.optim,
-            library=lambda: ddp_buckets(model),
-            counters=counters,
-            save=files.save,
-            load=files.load,
-        )
+        registered = job.register(model, optimizer.optim)
+        registered.library = lambda: ddp_buckets(model)
+        registered.counters = counters
+        job.save_by(files.save, files.load)
         return standard_step(job, model, optimizer, no_sync=model.no_sync)

@@ -51,7 +51,7 @@ class SyncBatchNorm(Strategy):
         convert = nn.SyncBatchNorm.convert_sync_batchnorm if on_gpu else all_reduced_batch_norm
         replica = wrap_in_ddp(job, convert(job.model()))
         optimizer = job.optimizer(replica.parameters())
-        job.register(replica, optimizer, library=lambda: ddp_buckets(replica))
+        job.register(replica, optimizer).library = lambda: ddp_buckets(replica)
         return standard_step(job, replica, optimizer)
 
 

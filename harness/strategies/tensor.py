@@ -77,7 +77,7 @@ class TensorParallel(Strategy):
             stage, init_device_mesh(job.device.type, (job.layout.tensor,)), self.sequence_parallel
         )
         optimizer = job.optimizer(stage.parameters())
-        job.register(stage.model, optimizer, restore=restore)
+        job.register(stage.model, optimizer).restore = restore
         # A split sequence needs explicit positions, which the stage knows.
         return standard_step(job, stage if self.sequence_parallel else stage.model, optimizer)
 

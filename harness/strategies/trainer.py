@@ -57,6 +57,6 @@ class TransformersTrainer(AccelerateEngine):
         if self.zero:
             self.zero.register(job, wrapped)
         else:
-            job.register(wrapped, optimizer, library=lambda: ddp_buckets(wrapped))
+            job.register(wrapped, optimizer).library = lambda: ddp_buckets(wrapped)
         job.save_by(stepped.save, stepped.loaded, loads_in_setup=True)
         return stepped.step

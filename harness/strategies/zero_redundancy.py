@@ -50,15 +50,10 @@ class ZeroRedundancy(Strategy):
             {"model": model, "optimizer": optimizer},
             gather=lambda: optimizer.consolidate_state_dict(to=0),
         )
+        job.register(model, optimizer.optim).library = lambda: ddp_buckets(model)
         # The library saves one file; torch can also save each rank's inner optimizer as a shard.
-        full = job.cell.checkpoint == "full"
-        job.register(
-            model,
-            optimizer.optim,
-            library=lambda: ddp_buckets(model),
-            save=files.save if full else None,
-            load=files.load if full else None,
-        )
+        if job.cell.checkpoint == "full":
+            job.save_by(files.save, files.load)
         return standard_step(job, model, optimizer, no_sync=model.no_sync)
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from harness.spec.cell import Cell
 from harness.spec.training import Batch, Layout, Retained, TrainStep
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
     from torch.optim.optimizer import ParamsT
     from transformers import PreTrainedModel
-    from typing_extensions import Unpack
 
     from harness.workloads import Workload
     from harness.workloads.workload import HasBalancingLoss, HasLogits
@@ -107,26 +106,6 @@ class TrainState:
     """Loads that checkpoint into a newly built training; called on all ranks."""
     loads_in_setup: bool = False
     """Whether `setup` has loaded `Job.resume_from`, so that `load` only returns its step."""
-
-
-class TrainStateOptions(TypedDict, total=False):
-    restore: Mapping[str, Callable[[Tensor], Tensor]]
-    compute: Sequence[tuple[object, str]]
-    gather: Callable[[], Iterator[tuple[str, Tensor]]] | None
-    moments: Callable[[], Iterable[Moment]] | None
-    states: Callable[[], Iterable[Retained]] | None
-    library: Callable[[], Iterable[Retained]] | None
-    offload_folder: Path | None
-    waits: Sequence[Wait]
-    collectives: Sequence[Sender]
-    wire: Wire
-    routers: Mapping[int, Router] | None
-    over_tcp: bool
-    counters: Sequence[tuple[object, str]]
-    replicas: Sequence[TrainState]
-    save: Save | None
-    load: Load | None
-    loads_in_setup: bool
 
 
 @dataclass
@@ -265,11 +244,13 @@ class Job:
                 loss = loss + self.cell.balance_weight * balancing
             return loss
 
-    def register(
-        self, model: nn.Module, *optimizers: Optimizer, **options: Unpack[TrainStateOptions]
-    ) -> None:
-        """Registers the trained module and optimizers (see `TrainState`); call once."""
-        self.train_state = TrainState(model, optimizers, **options)
+    def register(self, model: nn.Module, *optimizers: Optimizer) -> TrainState:
+        """Registers the trained module and optimizers; call once.
+
+        Set attributes of the returned state where its defaults do not hold.
+        """
+        self.train_state = TrainState(model, optimizers)
+        return self.train_state
 
     def save_by(self, save: Save, load: Load, *, loads_in_setup: bool = False) -> None:
         """Replaces how the registered training is saved and loaded."""

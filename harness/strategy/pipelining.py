@@ -258,16 +258,14 @@ def train_step(
     states: Optimizer = getattr(optimizer, "optim", optimizer)
     scheduler, max_norm = job.scheduler(optimizer), job.cell.clip_norm
     named = TrainState(_module_of(pipe.named), [states])
-    job.register(
-        nn.ParameterList(pipe.parameters),
-        states,
-        compute=compute,
-        save=functools.partial(save_by_torch, job, named),
-        load=functools.partial(load_by_torch, job, named),
-        gather=lambda: iter(pipe.named),
-        moments=lambda: moments_of(pipe.named, [states]),
-        library=lambda: [*pipe.receive_buffers(), *library()],
-        restore=restore or {},
+    registered = job.register(nn.ParameterList(pipe.parameters), states)
+    registered.compute = compute
+    registered.gather = lambda: iter(pipe.named)
+    registered.moments = lambda: moments_of(pipe.named, [states])
+    registered.library = lambda: [*pipe.receive_buffers(), *library()]
+    registered.restore = restore or {}
+    job.save_by(
+        functools.partial(save_by_torch, job, named), functools.partial(load_by_torch, job, named)
     )
 
     def clip(largest: float) -> Tensor:

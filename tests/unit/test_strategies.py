@@ -23,7 +23,7 @@ from harness.spec.cell import BASELINE, Cell
 from harness.spec.errors import Refused, Unavailable, UsageError
 from harness.spec.training import Layout
 from harness.strategy.base import Strategy
-from harness.strategy.job import Job, TrainState, TrainStateOptions
+from harness.strategy.job import Job
 from harness.strategy.optimizers import optimizer_bytes
 from harness.strategy.registry import (
     _require,
@@ -378,17 +378,6 @@ def job_of(cell: Cell, folder: Path) -> Job:
 
     layout = make_strategy(cell).layout(cell.devices)
     return Job(cell, make_workload(cell.workload), layout, torch.device("cpu"), 0, folder)
-
-
-def test_register_takes_what_a_train_state_has() -> None:
-    fields = {field.name: field.type for field in dataclasses.fields(TrainState)}
-    options = {
-        name: kind.__forward_arg__ for name, kind in TrainStateOptions.__annotations__.items()
-    }
-    by_harness = {"schedules": "Sequence[LambdaLR]"}
-    given = {"model": "nn.Module", "optimizers": "Sequence[Optimizer]", **options}
-    assert given | by_harness == fields
-    assert TrainStateOptions.__optional_keys__ == set(options)
 
 
 def test_optimizers_keep_what_their_papers_say() -> None:

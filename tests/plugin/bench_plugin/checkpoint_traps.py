@@ -34,9 +34,8 @@ class CheckpointTraps(Strategy):
         fully_shard(model)
         optimizer = job.optimizer(model.parameters())
         counted = Counted()
-        job.register(model, optimizer, counters=((counted, "steps"),))
-        state = job.train_state
-        assert state is not None
+        state = job.register(model, optimizer)
+        state.counters = ((counted, "steps"),)
         train = standard_step(job, model, optimizer)
 
         def step(batch: Batch) -> object:

@@ -58,7 +58,7 @@ class Subtle(Strategy):
         if self.mistake == "other_betas":
             optimizer.param_groups[0]["betas"] = (0.9, 0.951)
         counted = Counted()
-        job.register(model, optimizer, counters=[(counted, "steps")])
+        job.register(model, optimizer).counters = [(counted, "steps")]
         made = _Made(self.mistake, job, model, optimizer)
 
         def step(batch: Batch) -> object:
