@@ -10,7 +10,7 @@ from harness.spec.training import Batch, TrainStep
 from harness.strategies._half import Order
 from harness.strategies.amp import Amp
 from harness.strategy import Job
-from harness.strategy.job import loss_scaler, own_precision, step_halves
+from harness.strategy.job import backward_of, loss_scaler, own_precision, update_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,8 @@ class HalfRanks(Amp):
         times = 1 if self.order == "ranks" else parts
         cell = plain.cell.model_copy(update={"micro_batches": parts // times})
         own = dataclasses.replace(plain, cell=cell)
-        halves = step_halves(own, model, optimizer, scaler=loss_scaler(job))
+        scaler = loss_scaler(job)
+        backward, update = backward_of(own, model, scaler), update_of(own, optimizer, scaler)
         parameters, in_fp32 = list(model.parameters()), self.order == "fp32"
 
         def step(batch: Batch) -> Tensor:
@@ -47,7 +48,7 @@ class HalfRanks(Amp):
             for number in range(times):
                 gradients = []
                 for share in batch.split(self.ranks):
-                    losses.append(halves.backward(share.part(number, times)))
+                    losses.append(backward(share.part(number, times)))
                     found = [parameter.grad for parameter in parameters]
                     gradients.append([g.float() if in_fp32 and g is not None else g for g in found])
                     model.zero_grad()
@@ -56,7 +57,7 @@ class HalfRanks(Amp):
             for master, added in zip(masters, zip(*sums, strict=True), strict=True):
                 total = _sum(added)
                 master.grad = None if total is None else total.float()
-            halves.update()
+            update()
             return torch.stack(losses).mean()
 
         return step

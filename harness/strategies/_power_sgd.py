@@ -9,7 +9,7 @@ from pydantic import Field
 
 from harness.spec.training import Batch, Retained, TrainStep
 from harness.strategy import Capabilities, Emulation, Job
-from harness.strategy.job import step_halves
+from harness.strategy.job import backward_of, loss_scaler, update_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,14 +50,15 @@ class PowerSgd(Emulation):
         buckets: list[Bucket] = []
         job.register(model, optimizer).library = lambda: [t for b in buckets for t in b.kept()]
         own = dataclasses.replace(job, cell=job.cell.model_copy(update={"micro_batches": parts}))
-        halves = step_halves(own, model, optimizer)
+        scaler = loss_scaler(own)
+        backward, update = backward_of(own, model, scaler), update_of(own, optimizer, scaler)
         completed = completion_order(model)
 
         def step(batch: Batch) -> Tensor:
             losses, gradients = [], []
             for part in batch.split(self.ranks):
                 optimizer.zero_grad()
-                losses.append(halves.backward(part))
+                losses.append(backward(part))
                 gradients.append([gradient_of(parameter) for parameter in completed])
             if batch.step >= FIRST_COMPRESSED and not buckets:
                 sizes = self.first_bucket_bytes, self.bucket_bytes
@@ -65,7 +66,7 @@ class PowerSgd(Emulation):
             exchange(gradients, buckets if batch.step >= FIRST_COMPRESSED else [])
             for parameter, gradient in zip(completed, gradients[0], strict=True):
                 parameter.grad = gradient
-            halves.update()
+            update()
             return torch.stack(losses).mean()
 
         return step

@@ -8,7 +8,14 @@ from pydantic import Field
 
 from harness.spec.training import Batch, TrainStep
 from harness.strategy import Capabilities, Cell, Emulation, Job
-from harness.strategy.job import Moment, TrainState, step_halves, trained_parameters
+from harness.strategy.job import (
+    Moment,
+    TrainState,
+    backward_of,
+    loss_scaler,
+    trained_parameters,
+    update_of,
+)
 from harness.strategy.recipe import RecipeState
 from harness.strategy.registry import REPLICAS
 from harness.strategy.whole_state import moments_of
@@ -71,15 +78,17 @@ class Replicas(Emulation):
         registered = job.register(first.model, optimizers[0], *([outer] if outer else []))
         registered.moments = first.moments
         registered.replicas = others
-        halves = [step_halves(*own) for own in zip(jobs, models, optimizers, strict=True)]
+        scalers = [loss_scaler(own) for own in jobs]
+        backwards = list(map(backward_of, jobs, models, scalers))
+        updates = list(map(update_of, jobs, optimizers, scalers))
 
         def step(batch: Batch) -> Tensor:
-            shares = zip(halves, batch.split(self.replicas), strict=True)
-            losses = [half.backward(share) for half, share in shares]
+            shares = zip(backwards, batch.split(self.replicas), strict=True)
+            losses = [backward(share) for backward, share in shares]
             if batch.step < self.first_local:
                 average([[p.grad for p in own if p.grad is not None] for own in trained])
-            for half in halves:
-                half.update()
+            for update in updates:
+                update()
             if self.averages_after(batch.step):
                 step_outside(outer, trained) if outer else average(trained)
             return torch.stack(losses).mean()

@@ -277,52 +277,30 @@ def standard_step(
     after the last backward; `around_update` wraps the update. `clear` replaces the optimizer's
     `zero_grad`, `job.recipe.clip` torch's clipping.
     """
-    halves = step_halves(
-        job,
-        model,
-        optimizer,
-        no_sync=no_sync,
-        around_update=around_update,
-        scaler=scaler,
-        clear=clear,
-    )
+    scaler = scaler or loss_scaler(job)
+    backward = backward_of(job, model, scaler, no_sync)
+    update = update_of(job, optimizer, scaler, around_update, clear)
 
     def step(batch: Batch) -> Tensor:
-        loss = halves.backward(batch)
+        loss = backward(batch)
         if before_update:
             before_update()
-        halves.update()
+        update()
         return loss
 
     return step
 
 
-@dataclass(frozen=True)
-class StepHalves:
-    """A training step in two halves: gradients, then the update."""
-
-    backward: Callable[[Batch], Tensor]
-    """Returns the mean loss."""
-    update: Callable[[], None]
-
-
-def step_halves(
+def backward_of(
     job: Job,
     model: Callable[[Tensor], Tensor | HasLogits],
-    optimizer: Optimizer,
-    *,
+    scaler: GradScaler,
     no_sync: Callable[[], contextlib.AbstractContextManager[object]] | None = None,
-    around_update: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-    scaler: GradScaler | None = None,
-    clear: Callable[[], object] | None = None,
-) -> StepHalves:
+) -> Callable[[Batch], Tensor]:
+    """Returns the first half of a step, which adds up gradients and returns the mean loss."""
     import torch
 
-    scaler = scaler or loss_scaler(job)
-    clear = clear or optimizer.zero_grad
-    clip = job.recipe.clip or functools.partial(clip_gradients, parameters_of(optimizer))
-    scheduler = job.scheduler(optimizer)
-    parts, max_norm = job.cell.micro_batches, job.cell.clip_norm
+    parts = job.cell.micro_batches
 
     def backward(batch: Batch) -> Tensor:
         total = torch.zeros((), device=job.device)
@@ -332,6 +310,21 @@ def step_halves(
                 scaler.scale(loss).backward()
             total += loss.detach()
         return total
+
+    return backward
+
+
+def update_of(
+    job: Job,
+    optimizer: Optimizer,
+    scaler: GradScaler,
+    around_update: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    clear: Callable[[], object] | None = None,
+) -> Callable[[], None]:
+    """Returns the second half of a step, which clips and updates."""
+    clear = clear or optimizer.zero_grad
+    clip = job.recipe.clip or functools.partial(clip_gradients, parameters_of(optimizer))
+    scheduler, max_norm = job.scheduler(optimizer), job.cell.clip_norm
 
     def update() -> None:
         with around_update():
@@ -344,7 +337,7 @@ def step_halves(
             scheduler.step()
         clear()
 
-    return StepHalves(backward, update)
+    return update
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
