@@ -91,7 +91,7 @@ def equal_cells(chance: np.random.Generator, cells: int = 53) -> list[LogEstimat
 
 
 def test_the_set_contains_the_best_of_many_equal_cells() -> None:
-    """Any equal cell may be called the best, here the first. scripts/power.py makes 20,000 runs."""
+    """Any equal cell may be called the best, here the first; docs/studies/power.py makes 20,000."""
     chance, held, runs = np.random.default_rng(1), 0, 600
     for _ in range(runs):
         first, *others = equal_cells(chance)

@@ -1,15 +1,15 @@
 """Estimates how often a run of this design is right, by resampling a recorded run's noise.
 
-`.venv/bin/python -m scripts.power RESULTS [RUN]` simulates the recorded run's largest setting:
+`.venv/bin/python -m docs.studies.power RESULTS [RUN]` simulates the recorded run's largest setting:
 `ROUNDS` planned rounds, then heats of likely winners, in the recorded run's time. Other settings
 get the recorded number of trials. The noise of separate trials is the recorded trials' deviations
 from their cells' means, after correction by the control. They keep their order but are shifted by a
 random number of places, which preserves heavy tails, slow spells and what neighbours share. Trials
 of a heat deviate by HEAT_NOISE, as measured (docs/studies/run-precision.md).
 
-Prints a line each for a clear winner, many close cells, and equal cells. `python -m scripts.power
-RESULTS coverage` instead simulates `RUNS` inventories of 53 equal cells and prints how often the
-set of the best holds the first.
+Prints a line each for a clear winner, many close cells, and equal cells. With `coverage` for RUN,
+it instead simulates `RUNS` inventories of 53 equal cells and prints how often the set of the best
+holds the first.
 """
 
 from __future__ import annotations
