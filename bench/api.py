@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import re
@@ -20,14 +21,19 @@ if TYPE_CHECKING:
 
     from harness.analysis.answer import Answer
     from harness.analysis.baseline import Choice
+    from harness.planner.cluster.calibration import ClusterCalibration
     from harness.planner.cluster.cluster_plan import ClusterPlan
+    from harness.planner.cluster.hardware import Cluster
+    from harness.planner.cluster.question import PlannedLayout
     from harness.planner.finetune.answer import FitAnswer, FitQuestion
+    from harness.planner.follow_up import StrategyOptions
     from harness.run.runner import ProgressListener
     from harness.spec.cell import Cell
 
 __all__ = ["RecordedRuns", "fits", "load", "plan", "run"]
 
 METHODS = ("full", "lora", "dora", "qlora", "qdora")
+TRIED_MATRIX = "full"
 MAX_PRICE = 1e9
 """Highest price of a device-hour, in any currency."""
 
@@ -175,15 +181,19 @@ def plan(
     price: float | None = None,
     top: int = 10,
     calibration: str | Path | None = None,
+    results: str | Path | None = None,
     host_memory_bytes: int | None = None,
+    layouts: Sequence[PlannedLayout] | None = None,
+    rehearse: int = 0,
 ) -> ClusterPlan:
-    """Predicts the best layouts of a training on GPUs; see `bench plan`. Raises UsageError."""
-    from harness.planner.cluster.calibration import calibration_file
-    from harness.planner.cluster.calibration import load as load_constants
+    """Predicts the best layouts of a training on GPUs; see `bench plan`.
+
+    `layouts`: those to consider, by default all. Raises UsageError.
+    """
     from harness.planner.cluster.cluster_plan import plan as predicted
     from harness.planner.cluster.hardware import cluster_of
     from harness.planner.cluster.model_names import parse_shape
-    from harness.planner.cluster.question import ClusterQuestion
+    from harness.planner.cluster.question import ClusterQuestion, PlannedLayouts
     from harness.planner.cluster.recipe import precision_named
 
     if price is not None and not 0 < price <= MAX_PRICE:
@@ -191,8 +201,48 @@ def plan(
     cluster = cluster_of(device, per_node, link, host_memory_bytes)
     recipe = precision_named(precision)
     question = ClusterQuestion(parse_shape(model), cluster, sequence_length, batch, devices, recipe)
+    constants = plan_constants(calibration, results, cluster)
+    chosen = None if layouts is None else PlannedLayouts.of(layouts)
+    answer = predicted(question, constants, goal, top, price, chosen)
+    return _rehearsed(answer, model, rehearse) if rehearse else answer
+
+
+def plan_constants(
+    calibration: str | Path | None, results: str | Path | None, cluster: Cluster
+) -> ClusterCalibration:
+    """Returns the planner's constants, anchored with a results folder if one is given."""
+    from harness.planner.cluster.calibration import calibration_file
+    from harness.planner.cluster.calibration import load as load_constants
+
     constants = load_constants(calibration_file(calibration))
-    return predicted(question, constants, goal, top, price)
+    if results is None:
+        return constants
+    from harness.planner.own_runs import anchored
+
+    return anchored(constants, Path(results), cluster)
+
+
+def _rehearsed(answer: ClusterPlan, model: str, count: int) -> ClusterPlan:
+    from harness.planner.follow_up import rehearsed, workload_of
+
+    workload_of(model)
+    tried = tried_options()
+    first = [rehearsed(answer.question, model, row, tried) for row in answer.candidates[:count]]
+    return dataclasses.replace(answer, candidates=(*first, *answer.candidates[count:]))
+
+
+def tried_options() -> list[StrategyOptions]:
+    """Returns the strategies of the matrix full, with their options."""
+    from bench.matrix import read_matrix
+    from harness.planner.follow_up import StrategyOptions
+
+    tried = []
+    for axes in read_matrix(TRIED_MATRIX).cells:
+        names, options = axes["strategy"], axes.get("options", {})
+        for name in names if isinstance(names, list) else [names]:
+            for values in options if isinstance(options, list) else [options]:
+                tried.append(StrategyOptions(name, dict(values)))
+    return tried
 
 
 def fits(
@@ -205,12 +255,15 @@ def fits(
     precision: str = "bf16",
     rank: int = 16,
     link: str | None = None,
+    results: str | Path | None = None,
 ) -> FitAnswer:
     """Predicts whether fine-tuning fits GPUs such as `2 x rtx-4090`, and how fast it is; see
     `bench fits`. Raises UsageError."""
     from harness.planner.finetune.answer import answer
 
-    return answer(fit_question(model, gpus, method, sequence_length, batch, precision, rank, link))
+    return answer(
+        fit_question(model, gpus, method, sequence_length, batch, precision, rank, link, results)
+    )
 
 
 def fit_question(
@@ -222,6 +275,7 @@ def fit_question(
     precision: str,
     rank: int,
     link: str | None,
+    results: str | Path | None,
 ) -> FitQuestion:
     from harness.host.gpu_models import gpu_named
     from harness.planner.cluster.model_names import parse_shape
@@ -243,9 +297,8 @@ def fit_question(
             f"gpus {gpus!r}: give at most 8 GPUs of one node; for more, use python -m bench plan"
         )
     bandwidth = link_bytes_per_second(gpu, link)
-    shape = parse_shape(model)
-    return FitQuestion(
-        shape,
+    question = FitQuestion(
+        parse_shape(model),
         gpu,
         count,
         method,  # type: ignore[arg-type]
@@ -255,3 +308,8 @@ def fit_question(
         rank,
         bandwidth,
     )
+    if results is None:
+        return question
+    from harness.planner.own_runs import fit_anchor
+
+    return dataclasses.replace(question, anchor=fit_anchor(Path(results), question))

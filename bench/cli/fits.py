@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 import yaml
 
-from bench.cli.options import Json, Seq, StatesPrecision
+from bench.cli.options import Json, OwnRuns, Seq, StatesPrecision
 from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def fits(
     precision: StatesPrecision = "bf16",
     rank: Rank = 16,
     link: FitLink = None,
+    results: OwnRuns = None,
     json_output: Json = False,
 ) -> None:
     """Say whether fine-tuning fits, how fast it is, and what to turn on.
@@ -76,7 +77,7 @@ def fits(
     from bench.api import fit_question
     from harness.planner.finetune.answer import answer
 
-    question = fit_question(model, gpus, method, seq, batch, precision, rank, link)
+    question = fit_question(model, gpus, method, seq, batch, precision, rank, link, results)
     result = answer(question)
     command = _command(model, question, result)
     if json_output:
@@ -111,8 +112,11 @@ def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
     if result.verdict != "no":
         lines.append(
             f"speed: about {result.tokens_per_second:,.0f} tokens/s in total (sequences of"
-            f" {recipe.sequence}, micro-batch {recipe.micro_batch}); accurate to a factor of 1.4"
+            f" {recipe.sequence}, micro-batch {recipe.micro_batch}); 80 % interval:"
+            f" {result.tokens_low:,.0f} to {result.tokens_high:,.0f}"
         )
+    if result.anchor:
+        lines.append(f"anchor: {result.anchor.text}")
     if warning := _warning(question):
         lines.append(f"warning: {warning}")
     alone = result.one_gpu_tokens_per_second

@@ -142,6 +142,13 @@ Calibration: TypeAlias = Annotated[
         help="File of constants fitted to other runs, or default for the suite's own.",
     ),
 ]
+OwnRuns: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--results",
+        help="Results folder of runs on one to eight of these GPUs, which anchors predicted times.",
+    ),
+]
 WrittenMatrix: TypeAlias = Annotated[
     Path | None,
     typer.Option(

@@ -19,6 +19,7 @@ from bench.cli.options import (
     Goal,
     Html,
     Json,
+    OwnRuns,
     PerNode,
     Seq,
     StatesPrecision,
@@ -32,12 +33,11 @@ if TYPE_CHECKING:
 
     from harness.planner.cluster.calibration import ClusterCalibration
     from harness.planner.cluster.cluster_plan import ClusterCandidate, ClusterPlan
-    from harness.planner.follow_up import FollowUp, MatrixFile, StrategyOptions
+    from harness.planner.follow_up import FollowUp, MatrixFile
 
 MAX_RANKED = 1000
 """Number of layouts searched for ties and for an exportable one."""
 MOST_NAMED = 5
-TRIED_MATRIX = "full"
 
 Model: TypeAlias = Annotated[
     str,
@@ -93,6 +93,7 @@ def plan(
     price: Price = None,
     top: Top = 10,
     calibration: Calibration = None,
+    results: OwnRuns = None,
     matrix: WrittenMatrix = None,
     export: ExportFolder = None,
     html: Html = None,
@@ -107,7 +108,6 @@ def plan(
     """
     from bench import api
     from bench.matrix import parse_bytes
-    from harness.planner.cluster.calibration import calibration_file, load
     from harness.planner.cluster.cluster_plan import explanation
 
     answer = api.plan(
@@ -123,31 +123,23 @@ def plan(
         price=price,
         top=top,
         calibration=calibration,
+        results=results,
+        rehearse=rehearse,
         host_memory_bytes=None if host_memory is None else parse_bytes(host_memory),
     )
-    if rehearse:
-        answer = _rehearsed(answer, model, rehearse)
-    constants = load(calibration_file(calibration))
+    constants = api.plan_constants(calibration, results, answer.question.cluster)
     sentences = explanation(answer)
     written = _written(answer, sentences, constants, Files(matrix, export, html), model)
     if json_output:
         document = dataclasses.asdict(answer) | {
             "explanation": sentences,
             "calibration": constants.source,
+            "anchor": constants.anchor and dataclasses.asdict(constants.anchor),
             "written": written,
         }
         print(json.dumps(document))
         return
     _show(answer, sentences, constants.source, written)
-
-
-def _rehearsed(answer: ClusterPlan, model: str, count: int) -> ClusterPlan:
-    from harness.planner.follow_up import rehearsed, workload_of
-
-    workload_of(model)
-    tried = tried_options()
-    first = [rehearsed(answer.question, model, row, tried) for row in answer.candidates[:count]]
-    return dataclasses.replace(answer, candidates=(*first, *answer.candidates[count:]))
 
 
 def _written(
@@ -171,6 +163,7 @@ def _written(
         prepared.append(matrix)
         written += [f"{matrix.message}; {measure_command(files.matrix)}", *missing]
     if files.export:
+        from bench.api import tried_options
         from harness.planner.follow_up import cells_of_layouts, first_export
 
         ranked = ((candidate.layout, candidate.seconds) for candidate in every.candidates)
@@ -233,6 +226,7 @@ def _not_rehearsed(answer: ClusterPlan) -> list[str]:
 
 def _tied_cells(every: ClusterPlan, model: str, file: Path) -> tuple[MatrixFile, list[str]]:
     """Returns a matrix of cells tied with the first, and a sentence if layouts have none."""
+    from bench.api import tried_options
     from harness.planner.cluster.cluster_plan import open_questions
     from harness.planner.follow_up import cells_of_layout, matrix_file
 
@@ -248,19 +242,6 @@ def _tied_cells(every: ClusterPlan, model: str, file: Path) -> tuple[MatrixFile,
         missing[MOST_NAMED:] = [f"{len(missing) - MOST_NAMED} more"]
     sentence = f"no strategy of the suite trains with: {'; '.join(missing)}"
     return matrix, [sentence] if missing else []
-
-
-def tried_options() -> list[StrategyOptions]:
-    from bench.matrix import read_matrix
-    from harness.planner.follow_up import StrategyOptions
-
-    tried = []
-    for axes in read_matrix(TRIED_MATRIX).cells:
-        names, options = axes["strategy"], axes.get("options", {})
-        for name in names if isinstance(names, list) else [names]:
-            for values in options if isinstance(options, list) else [options]:
-                tried.append(StrategyOptions(name, dict(values)))
-    return tried
 
 
 def _table(answer: ClusterPlan) -> Table:

@@ -213,3 +213,23 @@ def test_widths_of_shared_experts(
 def test_a_planned_model_is_the_workload_of_its_name(name: str) -> None:
     facts = model_facts(make_workload(name), 8)
     assert parse_shape(name).parameters == facts.parameters
+
+
+@pytest.mark.parametrize(
+    ("norm", "activation", "gated"),
+    [
+        ({"rms_norm_eps": 1e-6}, "gelu_pytorch_tanh", True),
+        ({"rms_norm_eps": 1e-6}, "silu", True),
+        ({"rms_norm_eps": 1e-6}, "relu2", False),
+        ({"layer_norm_eps": 1e-5}, "gelu_pytorch_tanh", False),
+        ({"layer_norm_eps": 1e-5}, "swiglu", True),
+    ],
+)
+def test_gates_of_an_unknown_type_are_guessed_without_transformers(
+    tmp_path: Path, norm: dict[str, float], activation: str, gated: bool
+) -> None:
+    config = LLAMA | {"model_type": "newer", "hidden_act": activation} | norm
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    with mock.patch("harness.planner.cluster.hf_config.is_installed", return_value=False):
+        assert parse_shape(f"hf:{file}").gated == gated

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from bench.api import tried_options
 from bench.cli import app
-from bench.cli.plan import tried_options
 from harness.planner.cluster.calibration import load
 from harness.planner.cluster.cluster_plan import ClusterCandidate, plan
 from harness.planner.cluster.footprint import WORKSPACE_BYTES, footprint

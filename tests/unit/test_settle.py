@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from bench import api
+from bench.api import tried_options
 from bench.cli.plan import plan as command
-from bench.cli.plan import tried_options
 from bench.expand import cells_of
 from harness.planner.cluster.cluster_plan import open_questions
 from harness.planner.cluster.hardware import cluster_of

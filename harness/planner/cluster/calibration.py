@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 from scipy.special import ndtr, ndtri
 
+from harness.planner.cluster.anchor import Anchor
 from harness.spec.errors import UsageError, first_error
 from harness.spec.yaml_text import parse_yaml
 
@@ -300,6 +301,8 @@ class ClusterCalibration:
     spread: ClusterSpread
     range: CalibratedRange
     links: str
+    anchor: Anchor | None = None
+    """Correction by runs of the user's own. None if there are none."""
 
     def time_on(self, links: str) -> TimeConstants:
         """Returns the step-time constants; `pipeline_stall` is 0 on unmeasured links."""

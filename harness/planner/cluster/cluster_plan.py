@@ -134,6 +134,8 @@ def plan(
     `price_per_hour`: per device. Raises UsageError with the nearest answerable question if none
     fits.
     """
+    if top < 1:
+        raise UsageError(f"top {top}: give the number of layouts to return, at least 1")
     if goal not in GOALS:
         raise UsageError(f"unknown goal {goal!r}; known goals are {', '.join(GOALS)}")
     if layouts is None:
@@ -194,7 +196,8 @@ def _refined(
         first = one_forward_one_backward(times / 3, times * 2 / 3, count)
         rest = (chosen.accumulation - count) * times.max(axis=1)
         closed = times.sum(axis=1) + (chosen.accumulation - 1) * times.max(axis=1)
-        seconds[part] += first + rest - closed
+        factor = calibration.anchor.factor if calibration.anchor else 1.0
+        seconds[part] += factor * (first + rest - closed)
     return seconds
 
 

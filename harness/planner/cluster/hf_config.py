@@ -140,13 +140,20 @@ def from_config(path: Path) -> ModelShape:
     kind = str(config.get("model_type", ""))
     if kind not in FAMILIES and is_installed("torch") and is_installed("transformers"):
         config, counted = _built(file, config)
-    shape = _shape(file, config, kind, name)
-    if family := FAMILIES.get(kind):
-        return replace(shape, other=_others(config, kind, family, shape))
+    shape = from_entries(config, name, str(file))
     return shape if counted is None else replace(shape, other=counted - shape.parameters)
 
 
-def _shape(file: Path, config: Config, kind: str, name: str) -> ModelShape:
+def from_entries(config: Config, name: str, where: str = "") -> ModelShape:
+    """Returns the shape that a config's entries describe, with the exact number of parameters if
+    its type is in FAMILIES; raises UsageError if one is missing `where` they come from."""
+    kind = str(config.get("model_type", ""))
+    shape = _shape(where or name, config, kind, name)
+    family = FAMILIES.get(kind)
+    return shape if family is None else replace(shape, other=_others(config, kind, family, shape))
+
+
+def _shape(where: str, config: Config, kind: str, name: str) -> ModelShape:
     """Returns sizes without other parameters; raises UsageError if one is missing."""
 
     def size(*names: str, default: int | None = None) -> int:
@@ -155,7 +162,7 @@ def _shape(file: Path, config: Config, kind: str, name: str) -> ModelShape:
             if isinstance(value, int) and value > 0:
                 return value
         if default is None:
-            raise UsageError(f"{str(file)!r} has no {' or '.join(names)}, which is required")
+            raise UsageError(f"{where!r} has no {' or '.join(names)}, which is required")
         return default
 
     family = FAMILIES.get(kind, UNKNOWN)
@@ -181,7 +188,7 @@ def _shape(file: Path, config: Config, kind: str, name: str) -> ModelShape:
         head_size=size("head_dim", default=hidden // heads),
         feed_forward=feed_forward,
         vocabulary=size("vocab_size"),
-        gated=act in ("silu", "swish", "swiglu") if family is UNKNOWN else family.gated,
+        gated=_gated(config, act) if family is UNKNOWN else family.gated,
         tied=bool(config.get(UNTIED_BY_CONFIG, family.tied)),
         experts=experts,
         experts_per_token=size("num_experts_per_tok", "experts_per_token", default=1),
@@ -192,6 +199,16 @@ def _shape(file: Path, config: Config, kind: str, name: str) -> ModelShape:
         softcapped=family.softcapped,
         code=_code(config, kind, family) if kind in FAMILIES else None,
     )
+
+
+def _gated(config: Config, activation: str) -> bool:
+    """Guesses whether feed-forward blocks of an unknown type have a gate.
+
+    Types with RMSNorm follow Llama or Gemma, whose blocks have one; those with LayerNorm follow
+    GPT.
+    """
+    rms_norm = "rms_norm_eps" in config
+    return activation in ("silu", "swish", "swiglu") or (rms_norm and activation.startswith("gelu"))
 
 
 def _code(config: Config, kind: str, family: ConfigFamily) -> LayerCode:

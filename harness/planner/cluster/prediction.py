@@ -134,7 +134,9 @@ def predict(
 ) -> Predictions:
     """Predicts every layout; `first_stage_only` selects the memory of rank 0, as measured."""
     shape, cluster, spread = question.shape, question.cluster, calibration.spread
+    anchor = calibration.anchor
     time = step_time(question, layouts, calibration.time_on(cluster.links))
+    time = time.scaled(anchor.factor) if anchor else time
     native = native_memory(shape, question.sequence_length, cluster, layouts, question.precision)
 
     def needs(first_stage: bool) -> LayoutMemory:
@@ -212,7 +214,8 @@ def _half_widths(
     """
     spread = calibration.spread
     doublings = np.log2(np.maximum(nodes, calibration.range.nodes[0]))
-    time = spread.time + spread.time_per_doubling * doublings
+    usual = max(spread.time, calibration.anchor.half_width) if calibration.anchor else spread.time
+    time = usual + spread.time_per_doubling * doublings
     time = time + spread.shape.time * larger + spread.nodes.time * more
     of_memory = spread.memory + spread.shape.memory * larger + spread.nodes.memory * more
     return np.hypot(time, unmeasured), np.hypot(of_memory, unmeasured)

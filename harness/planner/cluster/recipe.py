@@ -75,7 +75,7 @@ elements, doubly quantised in blocks of 256 (QLoRA, arXiv 2305.14314, section 3)
 
 def precision_named(text: str) -> Precision:
     if text not in STATES:
-        raise UsageError(f"--precision {text!r}: give one of {', '.join(STATES)}")
+        raise UsageError(f"precision {text!r}: give one of {', '.join(STATES)}")
     return text
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -195,6 +196,13 @@ class LayoutStepTime:
     """Parameters that one rank of the largest stage updates."""
     ahead: Floats
     """How far launches run ahead of the device, from 0 to 1."""
+
+    def scaled(self, factor: float) -> LayoutStepTime:
+        """Returns these times multiplied by a factor."""
+        fields = dataclasses.fields(self)[:-2]
+        return dataclasses.replace(
+            self, **{field.name: factor * getattr(self, field.name) for field in fields}
+        )
 
     @property
     def total(self) -> Floats:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from harness.host.gpu_models import GpuModel
+from harness.planner.cluster.anchor import USUAL_FACTOR, Anchor
 from harness.planner.cluster.footprint import (
     MOST_CERTAIN,
     footprint,
@@ -57,6 +58,9 @@ class FitAnswer:
     usable_bytes: float
     tokens_per_second: float
     """Throughput of all GPUs together."""
+    tokens_low: float
+    tokens_high: float
+    """Bounds of its 80 % interval."""
     longest_sequence: int
     largest_batch: int
     turn_on: tuple[str, ...]
@@ -67,6 +71,8 @@ class FitAnswer:
     """None if it surely fits without offload, or does not with it."""
     one_gpu_tokens_per_second: float | None
     """Throughput of one GPU alone, if it suffices."""
+    anchor: Anchor | None
+    """Correction of all speeds by runs of the user's own."""
 
     @property
     def margin_bytes(self) -> float:
@@ -85,6 +91,8 @@ class FitQuestion:
     rank: int
     link_bytes_per_second: Callable[[int], float]
     """Gathers' bus bytes per second, given the number of GPUs."""
+    anchor: Anchor | None = None
+    """Correction of the speed by runs of the user's own. None if there are none."""
 
     def __post_init__(self) -> None:
         if "dora" in self.method and Adapter().adapts_experts(self.shape):
@@ -155,19 +163,24 @@ def answer(question: FitQuestion) -> FitAnswer:
         best = _fastest(single)
         alone = _rate(single, best[1]) if best else None
     ladder = [r for _, r in tried]
+    rate, anchor = _rate(question, recipe), question.anchor
+    within = math.exp(anchor.half_width) if anchor else USUAL_FACTOR
     return FitAnswer(
         verdict,
         fits,
         recipe,
         footprint(question.shape, recipe).demand,
         usable_bytes(question.gpu, question.gpus),
-        _rate(question, recipe),
+        rate,
+        rate / within,
+        rate * within,
         _largest(question, ladder, lambda r, n: replace(r, sequence=n), STEP, MOST_SEQUENCE),
         _largest(question, ladder, lambda r, n: replace(r, micro_batch=n), 1, MOST_BATCH),
         words,
         () if verdict == "yes" else tuple(_remedies(question)),
         None if verdict == "yes" else _offload(question),
         alone,
+        anchor,
     )
 
 
@@ -187,7 +200,8 @@ def _offload(question: FitQuestion) -> OffloadedFit | None:
 
 def _rate(question: FitQuestion, recipe: Recipe) -> float:
     link = question.link_bytes_per_second(recipe.gpus) if recipe.gpus > 1 else None
-    return recipe.gpus * tokens_per_second(question.shape, recipe, question.gpu, link)
+    factor = question.anchor.factor if question.anchor else 1.0
+    return recipe.gpus * tokens_per_second(question.shape, recipe, question.gpu, link) / factor
 
 
 def _largest(

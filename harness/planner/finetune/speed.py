@@ -71,6 +71,12 @@ def tokens_per_second(
     return tokens / total
 
 
+def launch_bound(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> bool:
+    """Returns whether launching a micro-batch's kernels takes longer than computing them."""
+    device = recipe.tokens * _seconds_per_token(shape, recipe, gpu)
+    return _launches(shape, recipe) > device + _weight_passes(shape, recipe, gpu)
+
+
 def _seconds_per_token(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> float:
     peak = gpu.bf16_flops_per_second or gpu.fp16_flops_per_second or 1e13
     if recipe.precision == "fp32" and not recipe.adapter:

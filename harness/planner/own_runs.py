@@ -1,0 +1,201 @@
+"""Reads trainings that a user measured on GPUs, and anchors predictions with them."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.host.gpu_models import GpuModel, gpu_model, gpu_named
+from harness.planner.cluster.anchor import Anchor, anchor_of
+from harness.planner.cluster.calibration import ClusterCalibration
+from harness.planner.cluster.hardware import Cluster
+from harness.planner.cluster.hf_config import from_entries
+from harness.planner.cluster.model_names import named_shapes, parse_shape
+from harness.planner.cluster.model_shape import ModelShape
+from harness.planner.cluster.prediction import predict
+from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
+from harness.planner.cluster.recipe import RECOMPUTE, SUITE_CELLS, Adapter, Precision, Recipe
+from harness.planner.finetune.answer import FitQuestion
+from harness.planner.finetune.speed import launch_bound, tokens_per_second
+from harness.record.store import Store
+from harness.spec.cell import Cell
+from harness.spec.errors import Refused, Unavailable, UsageError
+from harness.strategy.registry import make_strategy, strategies
+from harness.workloads import make_workload
+
+TABLE = "finetune.csv"
+"""File of a results folder with fine-tunings that other scripts measured on one GPU."""
+COLUMNS = (
+    *("model", "parameters", "method", "weights"),
+    *("sequence_length", "micro_batch", "recompute", "step_seconds"),
+)
+
+
+@dataclass(frozen=True)
+class MeasuredTraining:
+    shape: ModelShape
+    recipe: Recipe
+    seconds: float
+    """Median time of a step."""
+
+
+def measured_trainings(folder: Path, gpu: GpuModel) -> list[MeasuredTraining]:
+    """Returns the trainings that a folder's table, or else its runs, measured on this GPU.
+
+    Raises UsageError if there are none.
+    """
+    file = folder / TABLE
+    found = list(_of_table(file, gpu) if file.is_file() else _of_runs(folder, gpu))
+    if not found:
+        raise UsageError(
+            f"{str(folder)!r} has no training on {gpu.host_name} that can anchor predictions;"
+            " measure some models on it that are large enough to keep it busy"
+        )
+    return found
+
+
+def _of_table(file: Path, gpu: GpuModel) -> Iterator[MeasuredTraining]:
+    with file.open(encoding="utf-8", newline="") as opened:
+        rows = list(csv.DictReader(opened))
+    for row in rows:
+        if missing := [name for name in COLUMNS if not row.get(name)]:
+            raise UsageError(f"{str(file)!r} lacks {missing[0]!r} in a row; give it for each run")
+        # A table without a column for the GPU lies in a folder that is called like it.
+        if gpu_named(row.get("gpu") or file.resolve().parent.name) != gpu:
+            continue
+        try:
+            yield _of_row(row)
+        except ValueError as error:
+            raise UsageError(f"{str(file)!r}: {error}") from None
+
+
+def _of_row(row: dict[str, str]) -> MeasuredTraining:
+    size = int(row["parameters"])
+    # Other scripts have other names for the same models.
+    known = [shape for shape in named_shapes().values() if shape.parameters == size]
+    shape = known[0] if known else parse_shape(row["model"])
+    recipe = Recipe(
+        precision="bf16" if "autocast" in row["weights"] else "pure-bf16",
+        adapter=None if row["method"] == "full" else Adapter(dora="dora" in row["method"]),
+        base="nf4-double" if row["method"].startswith("q") else "bf16",
+        recompute="full" if row["recompute"] == "true" else "none",
+        sequence=int(row["sequence_length"]),
+        micro_batch=int(row["micro_batch"]),
+    )
+    return MeasuredTraining(shape, recipe, float(row["step_seconds"]))
+
+
+def _of_runs(folder: Path, gpu: GpuModel) -> Iterator[MeasuredTraining]:
+    """Yields cells that ran on this GPU, without stand-ins and compiled models.
+
+    Steps that wait for the processor's launches say nothing about the GPU, so they are left out.
+    """
+    tables = Store(folder).load(steps=False)
+    runs = zip(tables.runs.run_id, tables.runs.gpus, strict=True)
+    here = [run for run, gpus in runs if {*map(gpu_model, gpus)} == {gpu}]
+    trials = tables.trials
+    ran = trials.status.eq("ok") & trials.device.eq("cuda") & trials.compile.eq("none")
+    trials = trials[ran & trials.run_id.isin(here) & trials.stand_in.isna()]
+    for text, seconds in trials.groupby("cell").step_seconds_p50.median().items():
+        cell = Cell.model_validate_json(str(text))
+        found = _training_of(cell)
+        if found and not launch_bound(*found, gpu):
+            yield MeasuredTraining(*found, seconds)
+
+
+def _training_of(cell: Cell) -> tuple[ModelShape, Recipe] | None:
+    """Returns a cell's shape and recipe; None if the planner has no words for it.
+
+    A folder may be somebody else's, so no code that it names is read.
+    """
+    name, *variants = cell.workload.split("+")
+    if cell.strategy not in strategies() or ":" in name or cell.recompute not in RECOMPUTE:
+        return None
+    offloads = [value for key, value in cell.options.items() if "offload" in key]
+    if any(value not in (False, "none") for value in offloads):
+        return None
+    adapted = {"lora", "dora"} & {*variants}
+    variant = "+bf16" if "bf16" in variants else ""
+    precisions: dict[tuple[str, str], Precision] = {of: name for name, of in SUITE_CELLS.items()}
+    precision = precisions.get((variant, cell.precision))
+    if {*variants} - {"bf16", "lora", "dora", "nf4"} or (precision is None and not adapted):
+        return None
+    try:
+        strategy = make_strategy(cell)
+        layout = strategy.layout(cell.devices)
+        config = getattr(make_workload(name), "hf_config", None)
+        shape = from_entries(config().to_dict(), name) if config else None
+    except (Refused, Unavailable, UsageError):
+        return None
+    zero = strategy.costs.zero_stage if layout.data > 1 else 0
+    if shape is None or layout.pipeline > 1 or layout.sequence > 1 or zero == 1:
+        return None
+    recipe = Recipe(
+        precision=precision or "pure-bf16",
+        adapter=Adapter(dora="dora" in adapted) if adapted else None,
+        base="nf4" if "nf4" in variants else "bf16",
+        gpus=layout.data,
+        sharding="full" if zero else "none",
+        resharded=zero != 2,
+        recompute=cell.recompute,
+        sequence=cell.sequence_length,
+        micro_batch=max(1, cell.global_batch // layout.shares // cell.micro_batches),
+        accumulation=cell.micro_batches,
+        tensor=layout.tensor,
+    )
+    return shape, recipe
+
+
+def fit_anchor(folder: Path, question: FitQuestion) -> Anchor:
+    """Returns the correction of a fine-tuning's speed; raises UsageError without usable runs."""
+    errors = [
+        fit_error(question, run)
+        for run in measured_trainings(folder, question.gpu)
+        if run.recipe.tensor == 1
+    ]
+    return _anchor(errors, folder)
+
+
+def fit_error(question: FitQuestion, run: MeasuredTraining) -> float:
+    """Returns the log of a run's measured over its predicted time."""
+    recipe = run.recipe
+    link = question.link_bytes_per_second(recipe.gpus) if recipe.gpus > 1 else None
+    rate = tokens_per_second(run.shape, recipe, question.gpu, link)
+    return math.log(run.seconds * rate / (recipe.tokens * recipe.accumulation))
+
+
+def anchored(calibration: ClusterCalibration, folder: Path, cluster: Cluster) -> ClusterCalibration:
+    """Returns constants whose times are anchored; raises UsageError without usable runs."""
+    errors = []
+    for run in measured_trainings(folder, gpu_named(cluster.device)):
+        recipe = run.recipe
+        if recipe.adapter:
+            continue
+        layout = PlannedLayout(
+            data=recipe.gpus,
+            tensor=recipe.tensor,
+            zero=0 if recipe.sharding == "none" else 3 if recipe.resharded else 2,
+            micro_batch=recipe.micro_batch,
+            accumulation=recipe.accumulation,
+            recompute=RECOMPUTE.index(recipe.recompute),
+        )
+        batch = recipe.gpus * recipe.micro_batch * recipe.accumulation
+        question = ClusterQuestion(
+            run.shape, cluster, recipe.sequence, batch, layout.devices, recipe.precision
+        )
+        predicted = predict(question, PlannedLayouts.of([layout]), calibration).seconds[0]
+        errors.append(math.log(run.seconds / predicted))
+    anchor = _anchor(errors, folder)
+    return dataclasses.replace(
+        calibration, anchor=anchor, source=f"{calibration.source}; {anchor.text}"
+    )
+
+
+def _anchor(errors: list[float], folder: Path) -> Anchor:
+    if not errors:
+        raise UsageError(f"{str(folder)!r} has no training of this kind; name another folder")
+    return anchor_of(errors, str(folder))

@@ -1,0 +1,119 @@
+"""Predictions that are anchored with runs on a user's own GPUs."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import statistics
+from pathlib import Path
+
+import pytest
+
+from bench import api
+from bench.cli.fits import fits
+from bench.cli.plan import plan
+from harness.host.gpu_models import gpu_named
+from harness.planner.cluster.anchor import BIAS, NOISE, USUAL_FACTOR, anchor_of
+from harness.planner.own_runs import TABLE, fit_error, measured_trainings
+from harness.spec.errors import UsageError
+from tests.commands import told
+
+H200 = Path(__file__).parents[2] / "results" / "reference" / "h200-141gb"
+HALVES = 500
+QUESTION = api.fit_question("llama-8b", "h200", "full", 2048, 1, "bf16", 16, None, None)
+
+
+def test_half_of_the_runs_predicts_the_other_half() -> None:
+    errors = [fit_error(QUESTION, run) for run in measured_trainings(H200, QUESTION.gpu)]
+    assert len(errors) == 12
+    draw = random.Random(56)
+    plain, anchored, covered = [], [], []
+    for _ in range(HALVES):
+        shuffled = draw.sample(errors, len(errors))
+        seen, unseen = shuffled[:6], shuffled[6:]
+        anchor = anchor_of(seen, "half")
+        left = [abs(error - math.log(anchor.factor)) for error in unseen]
+        plain.append(statistics.median(map(abs, unseen)))
+        anchored.append(statistics.median(left))
+        covered += [error <= anchor.half_width for error in left]
+    assert statistics.mean(anchored) < 0.8 * statistics.mean(plain)
+    assert statistics.mean(a < b for a, b in zip(anchored, plain, strict=True)) > 0.7
+    assert 0.75 <= statistics.mean(covered) <= 0.88
+
+
+def test_few_runs_move_a_prediction_less_than_many() -> None:
+    factors = [math.log(anchor_of([0.3] * count, "made").factor) for count in (1, 4, 64)]
+    assert factors == sorted(factors)
+    assert 0.2 < factors[0] < 0.3
+    assert factors[-1] == pytest.approx(0.3, abs=0.001)
+    widths = [anchor_of([0.3, 0.2] * count, "made").half_width for count in (1, 4, 64)]
+    assert widths == sorted(widths, reverse=True)
+    assert math.exp(1.2816 * math.hypot(BIAS, NOISE)) == pytest.approx(USUAL_FACTOR, abs=0.001)
+
+
+def test_an_answer_says_what_is_anchored() -> None:
+    words = ("llama-8b", "--gpus", "h200", "--seq", "4096", "--json")
+    plain, answer = (
+        json.loads(told(fits, *words, *more)) for more in ((), ("--results", str(H200)))
+    )
+    assert plain["anchor"] is None
+    assert answer["anchor"]["runs"] == 12
+    assert answer["peak_bytes"] == plain["peak_bytes"]
+    factor = answer["anchor"]["factor"]
+    assert answer["tokens_per_second"] == pytest.approx(plain["tokens_per_second"] / factor)
+    spans = [one["tokens_high"] / one["tokens_low"] for one in (answer, plain)]
+    assert spans[0] < spans[1]
+    text = told(fits, *words[:-1], "--results", str(H200))
+    assert "from 12 runs in" in text
+    assert "memory is not anchored" in text
+
+
+def test_a_plan_is_anchored_with_full_trainings_of_its_device() -> None:
+    words = ("--model", "llama-8b", "--devices", "16", "--device", "h200-141gb", "--json")
+    plain, answer = (
+        json.loads(told(plan, *words, *more)) for more in ((), ("--results", str(H200)))
+    )
+    assert (plain["anchor"], answer["anchor"]["runs"]) == (None, 6)
+    assert "memory is not anchored" in answer["calibration"]
+    seconds = {str(one["layout"]): one for one in plain["candidates"]}
+    both = [
+        (one, seconds[str(one["layout"])])
+        for one in answer["candidates"]
+        if str(one["layout"]) in seconds
+    ]
+    assert both
+    for one, before in both:
+        ratio = one["seconds"] / before["seconds"]
+        assert ratio == pytest.approx(answer["anchor"]["factor"])
+        assert one["reserved_bytes"] == before["reserved_bytes"]
+        assert sum(one["parts"].values()) == pytest.approx(one["seconds"])
+
+
+def test_runs_that_cannot_anchor_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no training on a100-80gb"):
+        measured_trainings(H200, gpu_named("a100-80gb"))
+    without_table = tmp_path / "h200-141gb"
+    shutil.copytree(H200, without_table)
+    (without_table / TABLE).unlink()
+    # Their steps are so short that the processor's launches decide.
+    with pytest.raises(UsageError, match="large enough to keep it busy"):
+        measured_trainings(without_table, QUESTION.gpu)
+    (without_table / TABLE).write_text("model,method\nllama-8b,full\n")
+    with pytest.raises(UsageError, match="lacks 'parameters'"):
+        measured_trainings(without_table, QUESTION.gpu)
+
+
+def test_cells_of_the_suite_anchor_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness.planner import own_runs
+
+    monkeypatch.setattr(own_runs, "TABLE", "none.csv")
+    monkeypatch.setattr(own_runs, "launch_bound", lambda *_: False)
+    runs = measured_trainings(H200, QUESTION.gpu)
+    assert {run.shape.name for run in runs} == {"llama-512x16", "llama-1536x16"}
+    assert {(run.recipe.precision, run.recipe.micro_batch) for run in runs} == {
+        ("bf16", 8),
+        ("fp32", 64),
+    }
+    assert all(0.03 < run.seconds < 0.3 for run in runs)
