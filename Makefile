@@ -34,7 +34,7 @@ smoke: need-light
 ## make test    runs all tests except the thorough ones, three at a time; tests that measure time run last, one by one
 test: need-tests
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m "not thorough" $(ARGS)
-## make test-thorough   runs slow tests that find little more: worked examples, peak memory of real ranks, pages of 5,000 cells
+## make test-thorough   runs slow tests that find little more: variants of strategies, worked examples, long commands, pages of 5,000 cells
 test-thorough: need-tests
 	$(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m thorough $(ARGS)
 ## make test-quick   runs unit tests and one cell of each strategy, for use between edits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib
+import itertools
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import pytest
 from harness.host.folders import cache_folder
 from harness.host.gc_tuning import collect_seldom
 from harness.strategy.registry import strategies
+from tests.budget import summary
 
 ROOT = Path(__file__).parents[1]
 
@@ -206,6 +208,20 @@ def _of_browser(process: psutil.Process, there: set[int]) -> bool:
         return parent is not None and parent.pid in there and parent.name() == "chromium"
     except psutil.Error:
         return False
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints what each layer cost."""
+    seconds: dict[str, float] = {}
+    limited: dict[str, float] = {}
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid] = seconds.get(report.nodeid, 0) + report.duration
+            if report.when == "call" and "thorough" not in report.keywords:
+                limited[report.nodeid] = report.duration
+    terminalreporter.section("tests by layer")
+    for line in summary(seconds, limited):
+        terminalreporter.write_line(line)
 
 
 _AT_BEGIN = pytest.StashKey[set[str]]()

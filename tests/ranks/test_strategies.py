@@ -91,22 +91,34 @@ def cells_of_full() -> list[Cell]:
     return list(found.values())
 
 
+def settings(one: Cell) -> tuple[bool, int]:
+    """Returns whether the cell's ranks exchange data, and how many of its settings are not the
+    plainest."""
+    axes = (one.micro_batches > 1, one.precision != "fp32", one.recompute != "none")
+    more = (one.optimizer != "adamw", one.regime != "strong", one.workload != "llama-nano")
+    return 1 < one.devices <= 4, len(one.options) + sum(axes) + sum(more)
+
+
 def parameters() -> list[ParameterSet]:
-    """Returns each cell with its name; the first of each strategy is marked quick."""
+    """Returns each cell with its name. The plainest of each strategy is marked quick, and all but
+    this and the least plain one are left to thorough tests."""
     cells = cells_of_full()
-    on_several_devices = {one.strategy for one in cells if one.devices > 1}
-    seen: set[str] = set()
-    parameters = []
-    for one in cells:
-        marks = [] if one.strategy in seen or one.expect != "ok" else [pytest.mark.quick]
-        if marks:
-            seen.add(one.strategy)
-        fp16 = (one.expect, one.precision) == ("diverged", "fp16")  # a minute: slow on CPUs
-        sends_nothing = one.devices == 1 and one.strategy in on_several_devices
-        if fp16 or one.devices > 4 or (sends_nothing and not marks):
-            marks = [pytest.mark.thorough]
-        parameters.append(pytest.param(one, id=one.name.replace(" ", "-"), marks=marks))
-    return parameters
+    plainest: dict[str, Cell] = {}
+    least_plain: dict[str, Cell] = {}
+    for one in sorted((one for one in cells if one.expect == "ok"), key=settings):
+        least_plain[one.strategy] = one
+    for one in sorted(cells, key=lambda one: (not settings(one)[0], settings(one)[1])):
+        plainest.setdefault(one.strategy, one)
+    quick, chosen = plainest.values(), [*plainest.values(), *least_plain.values()]
+    marks = {
+        one.id: [pytest.mark.quick]
+        if one in quick
+        else []
+        if one in chosen
+        else [pytest.mark.thorough]
+        for one in cells
+    }
+    return [pytest.param(one, id=one.name.replace(" ", "-"), marks=marks[one.id]) for one in cells]
 
 
 ALSO_RECORDED = {
