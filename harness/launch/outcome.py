@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.launch.watch import Hang, missing, read_groups
-from harness.record.checkpoint import CheckpointFacts
 from harness.spec.cell import Cell
 from harness.spec.redaction import redacted
 from harness.worker.rank_answer import RankAnswer, TrainedAnswer
@@ -35,7 +34,8 @@ class Outcome:
     stacks: str = ""
     nodes: list[dict[str, Any]] = field(default_factory=list)
     link: dict[str, Any] = field(default_factory=dict)
-    checkpoint: CheckpointFacts | None = None
+    checkpoint: dict[str, Any] = field(default_factory=dict)
+    """Columns about a checkpoint, by name."""
 
     @property
     def startup_seconds(self) -> float | None:

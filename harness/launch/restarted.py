@@ -9,7 +9,7 @@ from harness.host.folders import scratch_folder
 from harness.launch.interleaved import Launch
 from harness.launch.launcher import LauncherProtocol, LaunchOptions
 from harness.launch.outcome import Outcome
-from harness.record.checkpoint import CheckpointFacts, Manifest
+from harness.record.checkpoint import Manifest
 from harness.record.run_record import RankStep
 from harness.spec.errors import BadCheckpoint
 from harness.worker.rank_answer import (
@@ -92,7 +92,7 @@ def loaded_by(outcome: Outcome) -> list[LoadedAnswer]:
 
 def checkpoint_facts(
     manifest: Manifest, saved: Sequence[SavedAnswer], loaded: Sequence[LoadedAnswer], same: bool
-) -> CheckpointFacts:
+) -> dict[str, object]:
     """Returns a trial's checkpoint columns; those about loading are null if it failed. `same`:
     whether the same strategy and number of ranks saved it."""
     before, after = [rank.state for rank in saved], [rank.state for rank in loaded]
@@ -100,19 +100,19 @@ def checkpoint_facts(
     def restores(part: Callable[[CheckpointedState], object]) -> bool | None:
         return list(map(part, before)) == list(map(part, after)) if loaded and same else None
 
-    return CheckpointFacts(
-        checkpoint_step=manifest.step,
-        checkpoint_ranks=manifest.ranks,
-        checkpoint_bytes=manifest.total_bytes,
-        checkpoint_files=len(manifest.files),
-        checkpoint_save_seconds=max(rank.save_seconds for rank in saved),
-        checkpoint_blocked_seconds=max(rank.blocked_seconds for rank in saved),
-        checkpoint_load_seconds=max(
+    return {
+        "checkpoint_step": manifest.step,
+        "checkpoint_ranks": manifest.ranks,
+        "checkpoint_bytes": manifest.total_bytes,
+        "checkpoint_files": len(manifest.files),
+        "checkpoint_save_seconds": max(rank.save_seconds for rank in saved),
+        "checkpoint_blocked_seconds": max(rank.blocked_seconds for rank in saved),
+        "checkpoint_load_seconds": max(
             (rank.load_seconds for rank in loaded if rank.load_seconds is not None), default=None
         ),
-        checkpoint_restores_random=restores(lambda state: state.random),
-        checkpoint_restores_bits=restores(lambda state: state.tensors),
-    )
+        "checkpoint_restores_random": restores(lambda state: state.random),
+        "checkpoint_restores_bits": restores(lambda state: state.tensors),
+    }
 
 
 def not_restored(

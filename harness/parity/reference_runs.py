@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from harness.host.environment import version_of
@@ -226,16 +226,15 @@ def make_room(cells: Iterable[Cell]) -> None:
     if home.exists() and not home.is_dir():
         return  # the reference run reports the error, and its cells stay unverified
     home.mkdir(parents=True, exist_ok=True)
-    kept = [_kept(folder) for folder in home.iterdir() if folder.is_dir()]
-    beyond = sum(reference.bytes for reference in kept) + missing - limit_bytes()
-    for reference in sorted(kept, key=lambda reference: reference.last_used):
+    by_use = sorted(_use(folder) for folder in home.iterdir() if folder.is_dir())
+    beyond = sum(size for _, size, _ in by_use) + missing - limit_bytes()
+    for last_used, size, folder in by_use:
         if beyond <= 0:
             break
-        in_use = time.time() - reference.last_used < IN_USE_SECONDS
-        if reference.folder.name in needed or in_use:
+        if folder.name in needed or time.time() - last_used < IN_USE_SECONDS:
             continue
-        shutil.rmtree(reference.folder, ignore_errors=True)
-        beyond -= reference.bytes
+        shutil.rmtree(folder, ignore_errors=True)
+        beyond -= size
     free = shutil.disk_usage(home).free
     if free < missing:
         raise UsageError(
@@ -245,15 +244,9 @@ def make_room(cells: Iterable[Cell]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Kept:
-    folder: Path
-    bytes: int
-    last_used: float  # seconds since the epoch
-
-
-def _kept(folder: Path) -> _Kept:
-    """Measures a folder that another run may be writing or evicting."""
+def _use(folder: Path) -> tuple[float, int, Path]:
+    """Returns when a folder was last used, in seconds since the epoch, and its bytes. Another run
+    may be writing or evicting it."""
     sizes = []
     last_used = time.time()  # never evict a folder that is being evicted
     with contextlib.suppress(FileNotFoundError):
@@ -262,4 +255,4 @@ def _kept(folder: Path) -> _Kept:
             with contextlib.suppress(FileNotFoundError):
                 sizes.append(file.stat().st_size)
         last_used = (folder / "reference.json").stat().st_mtime
-    return _Kept(folder, sum(sizes), last_used)
+    return last_used, sum(sizes), folder

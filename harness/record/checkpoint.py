@@ -66,21 +66,6 @@ class Manifest:
         return manifest
 
 
-@dataclass(frozen=True)
-class CheckpointFacts:
-    """Checkpoint columns of a trial (see harness/record/trial.py)."""
-
-    checkpoint_step: int
-    checkpoint_ranks: int
-    checkpoint_bytes: int
-    checkpoint_files: int
-    checkpoint_save_seconds: float
-    checkpoint_blocked_seconds: float
-    checkpoint_load_seconds: float | None
-    checkpoint_restores_random: bool | None
-    checkpoint_restores_bits: bool | None
-
-
 def _files(folder: Path) -> list[Path]:
     return [p for p in folder.rglob("*") if p.is_file() and p.name not in (NAME, f"{NAME}.tmp")]
 

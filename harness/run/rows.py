@@ -137,7 +137,7 @@ def trial_record(
     trial = _with_placement(trial, prepared, outcome)
     trial = _with_verification(trial, verification)
     trial = surroundings.noted_in(trial, prepared.gpus, outcome)
-    trial = replace(trial, **vars(outcome.checkpoint)) if outcome.checkpoint else trial
+    trial = replace(trial, **outcome.checkpoint)
     facts = model_facts(prepared.workload, cell.sequence_length)
     trial = replace(trial, parameters=facts.parameters, trained_parameters=sum(facts.sizes))
     if formula := strategy.costs.states(cell, prepared.layout, facts):
