@@ -1,66 +1,87 @@
-"""Static site of several machines' runs."""
+"""The index of runs, of one folder or of several machines, with the cells of reported runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from harness.analysis.cell_result import CellResult
-from harness.record.store import Store
+from harness.analysis.compare import RunComparison, compare_sides
+from harness.analysis.selection import RunSelection, select
+from harness.record.run_record import RunRecord
 from harness.record.trial_status import NOT_LAUNCHED
 from harness.spec.errors import DamagedRun, UsageError
 from harness.spec.text import plural
 from reports import blocks as ui
-from reports import overview, write_report, write_whole
+from reports import run_facts, write_report, write_whole
 from reports.blocks import BREAK, data, phrase, prose, small, strong
 from reports.cells_sections import parity_td
 from reports.columns import ReportColumn, interval, mebibytes, over_baseline, throughput_of, word
 from reports.html_writer import PageHead, PageSection, html_page
 from reports.names import device_words, named
-from reports.overview import Entry
-from reports.run_report import RunReport
+from reports.run_report import RunReport, only, ran
+from reports.text import DASH, listed, plain
+from reports.verdict_sections import fastest, rate_text
 
+if TYPE_CHECKING:
+    from harness.record.store import Store
+
+INDEX = "index.html"
 FILTERS = {"model": "Model", "machine": "GPU and host", "strategy": "Strategy"}
 
 
 @dataclass(frozen=True)
-class Site:
-    index: Path
-    runs: tuple[str, ...]
-    machines: tuple[str, ...]
+class Entry:
+    """One run of the index."""
+
+    report: RunReport
+    link: str
+    """Its report, relative to the index; empty without one."""
+    before: str
+    """Earlier run; empty if none of the matrix shares a cell."""
+    change: RunComparison | None
+    """Comparison with the earlier run."""
+
+    @property
+    def run(self) -> RunRecord:
+        return self.report.run
+
+    @property
+    def started(self) -> str:
+        return f"{self.run.started_at:%Y-%m-%d %H:%M}"
+
+    @property
+    def machine(self) -> str:
+        return f"{run_facts.hardware(self.run)}, host {self.run.host}"
 
 
-def write_site(stores: Sequence[Store], folder: Path, instead: str = "") -> Site:
-    """Writes a report per run and the index; returns what it has.
+def write_site(stores: Sequence[Store], folder: Path, instead: str = "") -> list[Entry]:
+    """Writes a report per run and the index; returns its runs, newest first.
 
     `instead`: the command that a message about a failure shows.
 
     Raises UsageError if two different runs share an id, if a run has values that cannot be
     reported, or if a file cannot be written.
     """
-    chosen = _distinct(stores)
-    shown = [pair for store, new in chosen for pair in _reported(store, new, folder, instead)]
-    shown.sort(key=lambda pair: pair[1].run.started_at, reverse=True)
-    index = write_whole(page(shown), folder / overview.INDEX, instead)
-    machines = dict.fromkeys(_machine(entry) for _, entry in shown)
-    return Site(index, tuple(entry.run.run_id for _, entry in shown), tuple(machines))
-
-
-def _reported(
-    store: Store, run_ids: Sequence[str], folder: Path, instead: str
-) -> list[tuple[RunReport, Entry]]:
-    """Writes these runs' reports and returns them. Others may have recorded any values."""
-    try:
-        for run_id in run_ids:
-            write_report(store.load([run_id], steps=False), folder / f"{run_id}.html", instead)
-        pairs = overview.reported(store, folder)
-    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise DamagedRun(
-            f"{str(store.folder)!r} has a run with values that cannot be reported"
-            f" ({type(error).__name__})"
-        ) from error
-    return [pair for pair in pairs if pair[1].run.run_id in run_ids]
+    shown = []
+    for store, run_ids in _distinct(stores):
+        # Other people's records may have any values.
+        try:
+            for run_id in run_ids:
+                write_report(store.load([run_id], steps=False), folder / f"{run_id}.html", instead)
+            found = entries(store, folder)
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise DamagedRun(
+                f"{str(store.folder)!r} has a run with values that cannot be reported"
+                f" ({type(error).__name__})"
+            ) from error
+        shown += [entry for entry in found if entry.run.run_id in run_ids]
+    shown.sort(key=lambda entry: entry.run.started_at, reverse=True)
+    write_whole(page(shown, folder), folder / INDEX, instead)
+    return shown
 
 
 def _distinct(stores: Iterable[Store]) -> list[tuple[Store, list[str]]]:
@@ -83,46 +104,143 @@ def _distinct(stores: Iterable[Store]) -> list[tuple[Store, list[str]]]:
     return chosen
 
 
-def page(shown: Sequence[tuple[RunReport, Entry]]) -> str:
-    by_machine = sorted(shown, key=lambda pair: _machine(pair[1]))
-    rows = [row for report, entry in by_machine for row in _rows(report, entry)]
-    machines = {_machine(entry) for _, entry in shown}
-    facts = [plural(len(shown), "run"), plural(len(machines), "machine"), plural(len(rows), "cell")]
-    heads = [ui.ColumnHead(column.title, column.unit, column.tip, "") for column in COLUMNS]
-    filters = [
-        (name, title, sorted({row.attributes[f"data-{name}"] for row in rows}))
-        for name, title in FILTERS.items()
-    ]
-    table = ui.Table("all", "All cells", "Strategy", heads, rows, "sortable full", filters)
-    titles = ("Verdict", "Hardware", "Failures", "Matrix")
-    runs = overview.runs_table([entry for _, entry in shown], titles)
-    sections = [
-        PageSection("runs", "Runs and their advice", [runs]),
-        PageSection("cells", "Cells by run", [ui.Paragraph(prose("site"), "small"), table]),
-    ]
-    head = PageHead("Results of several machines", "What was measured", facts, prose("site footer"))
+def entries(store: Store, folder: Path) -> list[Entry]:
+    """Returns all runs, newest first. `folder`: holds the index and the reports."""
+    found: list[Entry] = []
+    earlier: list[tuple[RunRecord, RunSelection]] = []
+    whole = store.load(steps=False)
+    for run_id in whole.runs["run_id"]:
+        report = ran(only(whole, [run_id]))
+        now, file = select(run_id, report.results), f"{run_id}.html"
+        link = quote(file) if (folder / file).is_file() else ""
+        found.append(Entry(report, link, *_against(earlier, report, now)))
+        earlier.append((report.run, now))
+    return found[::-1]
+
+
+def _against(
+    earlier: Sequence[tuple[RunRecord, RunSelection]], report: RunReport, now: RunSelection
+) -> tuple[str, RunComparison | None]:
+    for run, was in reversed(earlier):
+        comparable = was.cells and now.cells and was.cells[0].comparable(now.cells[0])
+        if run.matrix == report.run.matrix and comparable:
+            try:
+                return was.name, compare_sides(was, now)
+            except UsageError:  # No cell in common.
+                continue
+    return "", None
+
+
+def verdict_of(report: RunReport) -> tuple[str, str]:
+    """Returns what a run advises, and its figures."""
+    if largest := report.largest:
+        best = largest.winner
+        if best is None:
+            return "nothing fits yet", ""
+        return f"{largest.what}: {best.label}", f"{plain(best.result.parameters)} {largest.unit}"
+    group = report.leading
+    if group is None:
+        return "nothing is ranked", ""
+    cell, tied = fastest(group)
+    alike = f"; tied with {listed([named(c, place=False) for c in tied], 3)}" if tied else ""
+    return (
+        f"{'use' if group.advised else 'fastest:'} {named(cell, place=False)}",
+        f"{rate_text(group, cell)}{alike}; {group.workload}, {group.title}",
+    )
+
+
+def page(shown: Sequence[Entry], folder: Path) -> str:
+    """Returns the index of these runs; other pages of the folder are last."""
+    ours = {f"{entry.run.run_id}.html" for entry in shown} | {INDEX}
+    others = sorted(
+        path.name
+        for path in folder.glob("*.html")
+        if path.name not in ours and not path.name.endswith(".print.html")
+    )
+    by_machine = sorted(shown, key=lambda entry: entry.machine)
+    rows = [row for entry in by_machine if entry.link for row in _rows(entry)]
+    machines = {entry.machine for entry in shown}
+    facts = [plural(len(shown), "run"), plural(len(machines), "machine")]
+    facts += [plural(len(rows), "cell")] if rows else []
+    if shown:
+        failing = plural(sum(bool(entry.report.failed) for entry in shown), "run")
+        facts += [f"newest {shown[0].started} UTC", f"failures in {failing}"]
+    runs: ui.Blocks = [_runs_table(shown), ui.Paragraph(prose("index"), "small")]
+    sections = [PageSection("runs", "Runs, newest first", runs)]
+    if rows:
+        heads = [ui.ColumnHead(column.title, column.unit, column.tip, "") for column in _COLUMNS]
+        filters = [
+            (name, title, sorted({row.attributes[f"data-{name}"] for row in rows}))
+            for name, title in FILTERS.items()
+        ]
+        table = ui.Table("all", "All cells", "Strategy", heads, rows, "sortable full", filters)
+        blocks: ui.Blocks = [ui.Paragraph(prose("site"), "small"), table]
+        sections.append(PageSection("cells", "Cells by run", blocks))
+    if others:
+        links = ui.Bullets([ui.Span(name, "data", quote(name)) for name in others])
+        sections.append(PageSection("others", "Other pages of this folder", [links]))
+    title = f"Reports of {plural(len(shown), 'run')}"
+    head = PageHead(title, "All reports", facts, prose("index footer"), navigation=False)
     return html_page(head, sections)
 
 
-def _machine(entry: Entry) -> str:
-    return f"{entry.hardware}, host {entry.run.host}"
+def _runs_table(shown: Sequence[Entry]) -> ui.Table:
+    columns = [
+        ui.ColumnHead("Failures", "of cells"),
+        *ui.heads("Against the run before: prose", "Verdict: prose", "Matrix: word"),
+        *ui.heads("Hardware: prose"),
+    ]
+    rows = [
+        ui.Row(
+            _head(entry),
+            [
+                _failures(entry.report),
+                _change(entry),
+                ui.Td(_two_lines(*verdict_of(entry.report)), "prose"),
+                ui.Td(data(entry.run.matrix), "word"),
+                ui.Td(_two_lines(run_facts.hardware(entry.run), entry.run.host), "prose"),
+            ],
+            {"data-run": entry.run.run_id},
+        )
+        for entry in shown
+    ]
+    return ui.Table("all-runs", "Runs, newest first", "Run", columns, rows)
 
 
-def _throughput(cell: CellResult) -> ui.Td:
-    return interval(cell, throughput_of(cell), with_unit=True)
+def _two_lines(first: str, second: str) -> list[ui.Inline]:
+    return [data(first), *([BREAK, data(second, "small")] if second else [])]
 
 
-def _name(cell: CellResult, report: str) -> list[ui.Inline]:
-    weak = ", weak" if cell.cell.regime == "weak" else ""
-    setting = f"{device_words(cell)}, {cell.cell.precision}, batch {cell.cell.global_batch}{weak}"
-    name = ui.Span(named(cell), "data", f"{report}#cell-{cell.cell_id}")
-    return [name, BREAK, data(setting, "small")]
+def _head(entry: Entry) -> list[ui.Inline]:
+    head: list[ui.Inline] = [ui.Span(entry.started, "data", entry.link), BREAK]
+    head.append(data(entry.run.run_id, "small"))
+    return head if entry.link else [*head, small(", no report here")]
 
 
-COLUMNS: tuple[ReportColumn[CellResult], ...] = (
+def _failures(report: RunReport) -> ui.Td:
+    """Returns the number of launched cells without a valid result, except expected divergences."""
+    count = str(len(report.failed))
+    words: list[ui.Inline] = [
+        ui.Span(count, field="failures", value=count),
+        small(f" of {len(report.cells)}"),
+    ]
+    return ui.Td(words, f"number{' bad' if report.failed else ''}")
+
+
+def _change(entry: Entry) -> ui.Td:
+    if entry.change is None:
+        return ui.Td(DASH, "prose")
+    words: list[ui.Inline] = [entry.change.headline, BREAK, data(entry.before, "small")]
+    return ui.Td(words, f"prose{' bad' if entry.change.regressions else ''}")
+
+
+_COLUMNS: tuple[ReportColumn[CellResult], ...] = (
     word("Model", "workload"),
     ReportColumn(
-        "Throughput", _throughput, "95 % interval", "of this machine; compare within a run"
+        "Throughput",
+        lambda cell: interval(cell, throughput_of(cell), with_unit=True),
+        "95 % interval",
+        "of this machine; compare within a run",
     ),
     ReportColumn("Over baseline", over_baseline, "95 % interval", "in the same run and setting"),
     mebibytes("Peak memory", "peak_memory_bytes", "fullest device, largest of the trials"),
@@ -130,7 +248,8 @@ COLUMNS: tuple[ReportColumn[CellResult], ...] = (
 )
 
 
-def _rows(report: RunReport, entry: Entry) -> list[ui.Row]:
+def _rows(entry: Entry) -> list[ui.Row]:
+    report = entry.report
     if report.is_search:
         return []
     group = _heading(entry)
@@ -140,11 +259,11 @@ def _rows(report: RunReport, entry: Entry) -> list[ui.Row]:
     return [
         ui.Row(
             _name(cell, entry.link),
-            [column.make(cell) for column in COLUMNS],
+            [column.make(cell) for column in _COLUMNS],
             {
                 "class": "" if cell.ranked else "unranked",
                 "data-model": cell.cell.workload_name,
-                "data-machine": _machine(entry),
+                "data-machine": entry.machine,
                 "data-strategy": cell.cell.strategy,
             },
             group,
@@ -154,13 +273,19 @@ def _rows(report: RunReport, entry: Entry) -> list[ui.Row]:
     ]
 
 
+def _name(cell: CellResult, report: str) -> list[ui.Inline]:
+    weak = ", weak" if cell.cell.regime == "weak" else ""
+    setting = f"{device_words(cell)}, {cell.cell.precision}, batch {cell.cell.global_batch}{weak}"
+    name = ui.Span(named(cell), "data", f"{report}#cell-{cell.cell_id}")
+    return [name, BREAK, data(setting, "small")]
+
+
 def _heading(entry: Entry) -> ui.Words:
     run = entry.run
-    advice = data(f"{entry.verdict}{', ' if entry.details else ''}{entry.details}")
     return phrase(
-        strong(entry.hardware),
+        strong(run_facts.hardware(run)),
         small(f", host {run.host}, {run.started_at:%Y-%m-%d}, PyTorch {run.torch_version}, "),
         ui.Span(f"report of {run.run_id}", "data small", entry.link),
         BREAK,
-        advice,
+        data(", ".join(filter(None, verdict_of(entry.report)))),
     )

@@ -177,8 +177,7 @@ def _text(store: Store, wanted: list[str], options: ReportOptions) -> str:
 
 
 def _index(store: Store, path: Path) -> Path:
-    from reports import overview, write_whole
+    from reports import site, write_whole
 
-    return write_whole(
-        overview.page(store, path.parent), path, "python -m bench report --index --out FILE"
-    )
+    text = site.page(site.entries(store, path.parent), path.parent)
+    return write_whole(text, path, "python -m bench report --index --out FILE")

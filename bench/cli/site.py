@@ -27,7 +27,7 @@ def site(
     """
     from harness.record.integrity import stores_below
     from harness.spec.errors import NoRuns, UsageError
-    from reports.site import write_site
+    from reports.site import INDEX, write_site
 
     for folder in results:
         if not folder.is_dir():
@@ -38,9 +38,9 @@ def site(
     if not stores:
         raise NoRuns(f"no runs in {', '.join(repr(str(folder)) for folder in results)}")
     written = write_site(stores, out, "python -m bench site RESULTS --out FOLDER")
+    index, runs = out / INDEX, [entry.run.run_id for entry in written]
+    machines = list(dict.fromkeys(entry.machine for entry in written))
     if json_output:
-        machines, runs = list(written.machines), list(written.runs)
-        print(json.dumps({"site": str(written.index), "runs": runs, "machines": machines}))
+        print(json.dumps({"site": str(index), "runs": runs, "machines": machines}))
     else:
-        read = f"{plural(len(written.runs), 'run')} of {plural(len(written.machines), 'machine')}"
-        print(f"{written.index}: {read}")
+        print(f"{index}: {plural(len(runs), 'run')} of {plural(len(machines), 'machine')}")

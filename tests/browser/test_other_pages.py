@@ -13,11 +13,11 @@ from harness.planner.cluster import cluster_plan
 from harness.planner.cluster.calibration import load
 from harness.record.integrity import stores_below
 from harness.record.store import Store
-from reports import overview, runs, write_report, write_whole
+from reports import runs, write_report, write_whole
 from reports.prediction_page import plan_page
 from reports.run_report import only
 from reports.runs import runs_page
-from reports.site import write_site
+from reports.site import INDEX, entries, page, write_site
 from tests.browser.conftest import REFERENCE, Watched, serious_faults
 from tests.unit.test_prediction_page import QUESTION
 from tests.unit.test_runs_page import DAYS, DDP, add, run_id, trials
@@ -33,7 +33,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     results = store.load(steps=False)
     found = {
         "runs": runs_page(runs.compare_all(results)).text,
-        "index": overview.page(store, folder),
+        "index": page(entries(store, folder), folder),
     }
     first, last = (select(run_id(day), only(results, [run_id(day)])) for day in (0, DAYS - 1))
     found["compare"] = runs.page(compare_sides(first, last))
@@ -63,7 +63,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("made") / "results"
     add(Store(made), 0, trials(DDP, 100.0), host="elsewhere")
     stores = [*stores_below(REFERENCE), *stores_below(made)]
-    return write_site(stores, tmp_path_factory.mktemp("site")).index
+    folder = tmp_path_factory.mktemp("site")
+    write_site(stores, folder)
+    return folder / INDEX
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])

@@ -34,8 +34,8 @@ from harness.strategy.optimizers import TOLERANCES
 from harness.strategy.registry import make_strategy
 from harness.workloads import make_workload
 from reports.groups import find_groups, headline
-from reports.overview import entries
 from reports.run_report import ran
+from reports.site import entries, verdict_of
 from tests.unit.made_results import (
     half_rows,
     stored,
@@ -268,8 +268,9 @@ def test_a_run_on_gpus_is_headed_by_what_it_times(
     assert concluded == advised["cell_id"]
     assert said["precision"]["cells"] == 4, "twins that are launched once are not measurements"
     (entry,) = entries(store, tmp_path / "reports")
-    assert "fsdp1" in entry.verdict
-    assert "tensor" not in entry.verdict
+    advice, _ = verdict_of(entry.report)
+    assert "fsdp1" in advice
+    assert "tensor" not in advice
     page = (tmp_path / "reports" / "html" / f"{plan.run_id}.html").read_text()
     assert page.count("<li><b>Use</b>") == 1
     assert "llama-1536x16" in page.split("<li><b>Use</b>")[0].rsplit('class="lead"', 1)[1]

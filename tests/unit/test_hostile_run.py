@@ -17,7 +17,7 @@ from harness.record.store import Store
 from harness.record.table import Record
 from harness.record.trial import TrialRecord
 from harness.spec.cell import Cell
-from reports import overview, runs
+from reports import runs, site
 from reports.cell_detail import in_full
 from reports.export_records import as_csv, as_json
 from reports.publish import LIBRARIES, publish
@@ -84,7 +84,7 @@ def test_pages(store: Store, tmp_path: Path) -> None:
         run_page(newest, printed=True).text,
         runs_page(compared).text,
         runs_page(compared, printed=True).text,
-        overview.page(store, tmp_path),
+        site.page(site.entries(store, tmp_path), tmp_path),
     ):
         harmless(Page(text))
         assert "&lt;script&gt;alert(" in text.replace("<wbr>", "")

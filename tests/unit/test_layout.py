@@ -16,7 +16,7 @@ PACKAGES = ("bench", "harness", "reports")
 def test_reading_a_report_loads_neither_torch_nor_the_launcher() -> None:
     code = """
 import sys
-import reports, reports.runs, reports.overview, reports.run_sections, reports.export_records
+import reports, reports.runs, reports.site, reports.run_sections, reports.export_records
 loaded = [name for name in sys.modules if name.split(".")[0] == "torch"]
 runs = ("launch", "worker", "run", "nodes", "strategy", "strategies", "workloads", "measure")
 loaded += [name for name in sys.modules if name.split(".")[:2] in [["harness", x] for x in runs]]

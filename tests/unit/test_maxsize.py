@@ -39,8 +39,8 @@ from harness.workloads import make_workload
 from harness.workloads.counts import _count, model_facts, parameters_of
 from harness.workloads.operators import activation_bytes
 from harness.workloads.workload_variants import ADAPTERS
-from reports import overview
 from reports.run_facts import largest as largest_of
+from reports.site import verdict_of
 from tests.unit.recording import left_out_fields
 from tests.unit.test_cli import here
 
@@ -284,7 +284,7 @@ def test_sequences_grow_while_the_model_stays(tmp_path: Path) -> None:
     assert found.winner is not None
     assert found.winner.cell_id == cell_at_size(one, 20, 8).id
     report: Any = SimpleNamespace(largest=found)
-    assert overview._verdict(report) == (
+    assert verdict_of(report) == (
         f"longest sequence: {found.winner.label}",
         "160 tokens",
     )
