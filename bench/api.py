@@ -8,11 +8,12 @@ import functools
 import math
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.run_options import CommandOptions, RunOptions, taking
 from harness.record.store import Results, Store
 from harness.spec.errors import UsageError
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from harness.planner.finetune.answer import FitAnswer, FitQuestion
     from harness.planner.follow_up import StrategyOptions
     from harness.run.runner import ProgressListener
-    from harness.spec.cell import Cell
 
 __all__ = ["RecordedRuns", "fits", "load", "plan", "run"]
 
@@ -87,23 +87,13 @@ def load(
     return RecordedRuns(**vars(tables), baseline=baseline_choice(baseline, recorded))
 
 
-def run(
-    cells: Sequence[Cell | Mapping[str, object]] = (),
-    *,
-    matrix: str = "",
-    model: str = "",
-    only: Sequence[str] = (),
-    skip: Sequence[str] = (),
-    settings: Mapping[str, object] | None = None,
-    trials: int | None = None,
-    time_budget_seconds: float | None = None,
-    timed_seconds: float | None = None,
-    results: str | Path = "results",
-    run_id: str = "",
-    baseline: str = "",
-    profile: bool = False,
-    listener: ProgressListener | None = None,
-) -> RecordedRuns:
+@dataclass(frozen=True, kw_only=True)
+class _PythonOptions(RunOptions):
+    listener: ProgressListener | None = None
+
+
+@taking(_PythonOptions)
+def run(options: _PythonOptions) -> RecordedRuns:
     """Trains, verifies and records cells, or a matrix; returns the recorded results.
 
     `cells`: cells, or axes as in a matrix, where a list stands for several cells. `settings`: axes
@@ -112,31 +102,22 @@ def run(
 
     Raises UsageError for a mistake. After KeyboardInterrupt, `run_id` continues the run.
     """
-    _check(bool(cells), bool(matrix), trials)
-    _check_times(time_budget_seconds=time_budget_seconds, timed_seconds=timed_seconds)
-    from bench.execution import RunOptions, conclude, execute, prepare
-    from bench.matrix import known_axes
-    from bench.planning import PlanOptions
+    _check(bool(options.cells), bool(options.matrix), options.trials)
+    _check_times(
+        time_budget_seconds=options.time_budget_seconds, timed_seconds=options.timed_seconds
+    )
+    from bench.execution import conclude, execute, prepare
     from harness.run.runner import SilentListener
 
-    plan_options = PlanOptions(
-        matrix=matrix,
-        cells=tuple(cells),
-        only=tuple(only),
-        skip=tuple(skip),
-        changes=known_axes(settings or {}),
-        model=model,
-        trials=trials,
-        time_budget_seconds=time_budget_seconds,
-        timed_seconds=timed_seconds,
-        baseline_cell=baseline,
-        run_id=run_id,
-    )
-    options = RunOptions(Path(results), profile=profile)
-    prepared = prepare(plan_options, options)
-    chosen: ProgressListener = listener or SilentListener()
+    given = dict(vars(options))
+    listener: ProgressListener = given.pop("listener") or SilentListener()
+    of_command = CommandOptions(**given)
+    prepared = prepare(of_command)
     ended = execute(
-        prepared, options, lambda plan, cells: contextlib.nullcontext(chosen), chosen.preparing
+        prepared,
+        of_command,
+        lambda plan, cells: contextlib.nullcontext(listener),
+        listener.preparing,
     )
     conclude(prepared.store, ended, prepared.baseline)
     if not ended.finished:

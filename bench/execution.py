@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from bench.host import Host, host_of
-from bench.planning import PlanOptions, kept_or_new_plan
+from bench.planning import kept_or_new_plan
+from bench.run_options import CommandOptions
 from bench.select import baseline_choice
 from harness.analysis.baseline import Choice
 from harness.analysis.precision import Precision, precision
@@ -31,7 +31,6 @@ from reports.run_report import RunReport, ran
 
 if TYPE_CHECKING:
     from harness.launch.launcher import LauncherProtocol
-    from harness.nodes.rendezvous import Rendezvous
 
 REQUEUED_SECONDS = 180.0
 """Seconds to wait for processes of a requeued job's previous start."""
@@ -40,28 +39,6 @@ StartListener: TypeAlias = Callable[
     [Plan, Sequence[Cell]], contextlib.AbstractContextManager[ProgressListener]
 ]
 """Makes a run's listener from its plan and the cell of each open trial."""
-
-
-@dataclass(frozen=True)
-class AgentOptions:
-    nodes: int = 1
-    rendezvous: Path | Rendezvous | None = None
-    """Rendezvous file or listening address of the agents; None: this host alone."""
-    interface: str = ""
-    timeout_seconds: float = 120.0
-    """Seconds to wait for agents; the run then starts without the rest."""
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    results: Path
-    resume: bool = False
-    share: tuple[int, int] = (0, 1)
-    dry_run: bool = False
-    profile: bool = False
-    with_parent: bool = False
-    """Whether to end with the parent process; another job then continues the run."""
-    agents: AgentOptions = AgentOptions()
 
 
 @dataclass(frozen=True)
@@ -93,25 +70,25 @@ class Concluded:
     precision: Precision | None
 
 
-def prepare(plan_options: PlanOptions, options: RunOptions) -> Prepared:
+def prepare(options: CommandOptions) -> Prepared:
     """Plans or continues a run; raises UsageError for a mistake."""
-    host_name, nodes = plan_options.host, options.agents.nodes
+    nodes, part = options.nodes or 1, options.part
     store = Store(options.results)
     store.require_writable()
-    if nodes > 1 and not options.agents.rendezvous:
+    if nodes > 1 and not options.rendezvous:
         raise UsageError(
             "--nodes needs --rendezvous, where the agents of the nodes find this run; python"
             " -m bench submit sets both"
         )
-    if host_name and not (options.dry_run and plan_options.matrix):
+    if options.host and not (options.dry_run and options.matrix):
         raise UsageError("--host only plans for another host: it needs --matrix and --dry-run")
-    if options.share[1] > 1 and plan_options.time_budget_seconds is not None:
+    if part[1] > 1 and options.time_budget_seconds is not None:
         raise UsageError(
             "--share runs all planned rounds, so --time-budget cannot shorten them: leave it out"
         )
-    plan, begun = kept_or_new_plan(store, plan_options, options.resume)
-    host = host_of(host_name, nodes)
-    todo = Runner(store, plan, share=options.share).open_trials()
+    plan, begun = kept_or_new_plan(store, options)
+    host = host_of(options.host, nodes)
+    todo = Runner(store, plan, share=part).open_trials()
     seconds = expected_seconds(
         store,
         plan.cells,
@@ -125,8 +102,8 @@ def prepare(plan_options: PlanOptions, options: RunOptions) -> Prepared:
         plan,
         begun,
         host,
-        options.share,
-        baseline_choice(plan_options.baseline_cell, plan.cells),
+        part,
+        baseline_choice(options.baseline, plan.cells),
         len(todo),
         seconds,
         sum(seconds[trial.cell.id] for trial in todo) + 4,
@@ -149,7 +126,7 @@ def _hardware() -> dict[str, object]:
 
 def execute(
     prepared: Prepared,
-    options: RunOptions,
+    options: CommandOptions,
     listener: StartListener,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Ended:
@@ -161,7 +138,7 @@ def execute(
     patience = REQUEUED_SECONDS if options.with_parent else 0.0
     with (
         sole_writer(store.folder, plan.run_id, part, patience),
-        _launchers(options.agents, say) as own,
+        _launchers(options, say) as own,
         over_links(waiting.cells, own) as launcher,
         listener(plan, [trial.cell for trial in waiting.open_trials()]) as progress,
     ):
@@ -185,22 +162,24 @@ def _begin(prepared: Prepared, say: Callable[[str], None]) -> Plan:
 
 @contextlib.contextmanager
 def _launchers(
-    options: AgentOptions, say: Callable[[str], None]
+    options: CommandOptions, say: Callable[[str], None]
 ) -> Iterator[Callable[[Sequence[str]], LauncherProtocol]]:
     """Yields the run's launcher factory; agents connect first, if any."""
     from harness.launch.launcher import Launcher
     from harness.nodes.coordinator import Nodes, NodesLauncher
+    from harness.nodes.rendezvous import parse_rendezvous
 
-    if options.rendezvous is None:
+    if not options.rendezvous:
         yield Launcher
         return
-    nodes = Nodes(options.nodes, options.rendezvous, options.interface or None)
+    wanted = options.nodes or 1
+    nodes = Nodes(wanted, parse_rendezvous(options.rendezvous), options.interface or None)
     try:
-        present = nodes.ready(options.nodes, options.timeout_seconds)
+        present = nodes.ready(wanted, options.timeout)
         nodes.check()
         nodes.measure()
         names = ", ".join(node.name for node in present)
-        lacking = "" if len(present) == options.nodes else f"; {nodes.shortfall(options.nodes)}"
+        lacking = "" if len(present) == wanted else f"; {nodes.shortfall(wanted)}"
         say(f"nodes: {names}{lacking}")
         yield functools.partial(NodesLauncher, nodes)
     finally:

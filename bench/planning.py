@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.expand import expand
 from bench.host import host_of
-from bench.matrix import Axes, Matrix, axes_of, matrix_of, read_matrix
+from bench.matrix import Matrix, axes_of, matrix_of, read_matrix
+from bench.run_options import CommandOptions
 from bench.select import baseline_choice, find_run
 from harness.record.plan import Plan, resumable
 from harness.record.store import Store, require_plain_name
@@ -30,42 +30,9 @@ _PLAN_INPUTS = (
 """Columns of a run on which a plan depends."""
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    matrix: str = ""
-    cells: tuple[Cell | Mapping[str, object], ...] = ()
-    """Cells, or axes of cells, to run instead of a matrix."""
-    only: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
-    changes: Axes = field(default_factory=dict)
-    """Axes set in all cells."""
-    model: str = ""
-    trials: int | None = None
-    time_budget_seconds: float | None = None
-    timed_seconds: float | None = None
-    baseline_cell: str = ""
-    run_id: str = ""
-    host: str = ""
-    nodes: int = 1
-
-    @property
-    def chooses_cells(self) -> bool:
-        return bool(self.only or self.skip or self.cells or self.changes or self.model)
-
-    @property
-    def changes_a_plan(self) -> bool:
-        """Whether an option is set that cannot apply to a run that has begun."""
-        return bool(
-            self.chooses_cells
-            or self.trials
-            or self.time_budget_seconds is not None
-            or self.timed_seconds is not None
-        )
-
-
-def kept_or_new_plan(store: Store, options: PlanOptions, resume: bool) -> tuple[Plan, bool]:
+def kept_or_new_plan(store: Store, options: CommandOptions) -> tuple[Plan, bool]:
     """Returns the plan, and whether its run has begun; raises UsageError."""
-    if resume:
+    if options.resume:
         if options.changes_a_plan:
             raise UsageError(
                 "--resume continues a run as it was planned: leave out --only, --skip, --set,"
@@ -85,7 +52,7 @@ def kept_or_new_plan(store: Store, options: PlanOptions, resume: bool) -> tuple[
     return _new_plan(options), False
 
 
-def _continued(store: Store, options: PlanOptions, run_id: str) -> Plan:
+def _continued(store: Store, options: CommandOptions, run_id: str) -> Plan:
     """Returns a begun run's plan; raises UsageError if the options ask for another one."""
     row = store.run_row(run_id)
     plan = Plan.from_row(row)
@@ -121,20 +88,20 @@ def _file_name(matrix: str) -> str:
     return Path(matrix).name.removesuffix(".yaml")
 
 
-def _same_plan_inputs(row: Mapping[str, object], options: PlanOptions) -> bool:
+def _same_plan_inputs(row: Mapping[str, object], options: CommandOptions) -> bool:
     """Returns whether the same options would give the same plan as when the run began.
 
     A plan also depends on the machine, the nodes and the version of the suite.
     """
     from harness.host.environment import environment
 
-    if options.host or options.nodes > 1:
+    if options.host or (options.nodes or 1) > 1:
         return False
     here = environment()
     return all(row[name] == here[name] for name in _PLAN_INPUTS)
 
 
-def _differing(plan: Plan, options: PlanOptions) -> list[str]:
+def _differing(plan: Plan, options: CommandOptions) -> list[str]:
     new = _new_plan(options)
     differs = {
         "cells": options.chooses_cells and _cell_ids(new) != _cell_ids(plan),
@@ -150,15 +117,15 @@ def _cell_ids(plan: Plan) -> set[str]:
     return {cell.id for cell in (*plan.cells, *(left.cell for left in plan.left_out))}
 
 
-def _matrix(options: PlanOptions) -> Matrix:
+def _matrix(options: CommandOptions) -> Matrix:
     if not options.cells:
         return read_matrix(options.matrix)
     axes = [axes_of(cell) if isinstance(cell, Cell) else cell for cell in options.cells]
     return matrix_of({"cells": axes}, Matrix, FROM_PYTHON)
 
 
-def _new_plan(options: PlanOptions) -> Plan:
-    matrix, host = _matrix(options), host_of(options.host, options.nodes)
+def _new_plan(options: CommandOptions) -> Plan:
+    matrix, host = _matrix(options), host_of(options.host, options.nodes or 1)
     name = options.matrix or FROM_PYTHON
     expanded = expand(
         matrix,
@@ -180,7 +147,7 @@ def _new_plan(options: PlanOptions) -> Plan:
     seconds, budget = options.timed_seconds, options.time_budget_seconds
     seconds = matrix.timed_seconds if seconds is None else seconds
     plan = dataclasses.replace(plan, timed_seconds=seconds, time_budget_seconds=budget)
-    chosen = baseline_choice(options.baseline_cell, plan.cells)
+    chosen = baseline_choice(options.baseline, plan.cells)
     if options.trials or not (plan.trials > 1 or seconds or budget is not None):
         return plan
     if budget is None and matrix.time_budget_minutes:

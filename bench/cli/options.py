@@ -7,56 +7,19 @@ from typing import Annotated, Literal, TypeAlias
 
 import typer
 
-Matrix: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        "--matrix", "-m", help="Matrix: a name (see: python -m bench list matrices) or a YAML file."
-    ),
-]
-Only: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--only",
-        help="Only these cells: strategy, id or pattern such as 'ddp*x2*'; may be repeated.",
-    ),
-]
-Skip: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option("--skip", help="Skip these cells, named as for --only; may be repeated."),
-]
-Settings: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", help="Set an axis of all cells, as axis=value, such as batch=16; may be repeated."
-    ),
-]
-Trials: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--trials", min=1, help="Trials of each cell; by default the matrix's, else 10."),
-]
-RunId: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        "--run",
-        help="Id of the run to start, or to continue if it exists. With --resume, a prefix or"
-        " latest works too.",
-    ),
-]
-Nodes: TypeAlias = Annotated[
-    int | None, typer.Option("--nodes", min=1, help="Number of nodes (see docs/cluster.md).")
-]
-Resume: TypeAlias = Annotated[
-    bool,
-    typer.Option(
-        "--resume", help="Continue the newest run, search or check; with --run, that one."
-    ),
-]
-DryRun: TypeAlias = Annotated[
-    bool, typer.Option("--dry-run", help="Show what would run, and run nothing.")
-]
-WriteReport: TypeAlias = Annotated[
-    bool, typer.Option("--report/--no-report", help="Write the HTML report at the end.")
-]
+from bench.run_options import BaselineCell as BaselineCell
+from bench.run_options import DryRun as DryRun
+from bench.run_options import Json as Json
+from bench.run_options import Matrix as Matrix
+from bench.run_options import Nodes as Nodes
+from bench.run_options import Only as Only
+from bench.run_options import Results as Results
+from bench.run_options import Resume as Resume
+from bench.run_options import RunId as RunId
+from bench.run_options import Settings as Settings
+from bench.run_options import Skip as Skip
+from bench.run_options import Trials as Trials
+from bench.run_options import WriteReport as WriteReport
 
 Cell: TypeAlias = Annotated[
     str,
@@ -72,18 +35,6 @@ Runs: TypeAlias = Annotated[
     ),
 ]
 AllRuns: TypeAlias = Annotated[bool, typer.Option("--all", help="All runs of the folder.")]
-Results: TypeAlias = Annotated[Path, typer.Option("--results", help="Results folder.")]
-BaselineCell: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        "--baseline-cell",
-        help=(
-            "Baseline that the other cells of its setting are compared with: strategy, id or"
-            " pattern, and the plainest if several match; by default ddp, else single."
-        ),
-    ),
-]
-Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 OutFile: TypeAlias = Annotated[
     Path | None, typer.Option("--out", help="File to write; its suffix also chooses the format.")
 ]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.cli import terminal
 from bench.cli.run_plan import headline_as_json, show_headline, show_inputs, show_plan
 from bench.cli.run_progress import RunProgress
-from bench.execution import Concluded, Ended, Prepared, RunOptions, conclude, execute, prepare
-from bench.planning import PlanOptions
+from bench.execution import Concluded, Ended, Prepared, conclude, execute, prepare
+from bench.run_options import CommandOptions
 from harness.analysis.answer import what_more_would_buy, why_no_advice, why_no_more_trials
 from harness.analysis.baseline import Choice
 from harness.analysis.setting import timed
@@ -26,23 +25,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-@dataclass(frozen=True)
-class EndOptions:
-    report: bool
-    json_output: bool
-
-
-def run_matrix(plan_options: PlanOptions, options: RunOptions, end: EndOptions) -> int:
+def run_matrix(options: CommandOptions) -> int:
     if options.with_parent:
         from harness.host.process import die_with_parent
 
         die_with_parent()
-    console = terminal.console(quiet=end.json_output)
-    prepared = prepare(plan_options, options)
-    gpus_unused = None if plan_options.host else terminal.say_unused_gpus(console)
+    console = terminal.console(quiet=options.json_output)
+    prepared = prepare(options)
+    gpus_unused = None if options.host else terminal.say_unused_gpus(console)
     show_plan(console, prepared)
     if options.dry_run:
-        _show_dry_run(console, prepared, gpus_unused, end.json_output)
+        _show_dry_run(console, prepared, gpus_unused, options.json_output)
         return 0
     with terminal.stop_signals():
         ended = execute(
@@ -53,7 +46,7 @@ def run_matrix(plan_options: PlanOptions, options: RunOptions, end: EndOptions) 
             ),
             console.print,
         )
-    return show_end(prepared.store, ended, prepared.baseline, end)
+    return show_end(prepared.store, ended, prepared.baseline, options)
 
 
 def _show_dry_run(
@@ -74,7 +67,7 @@ def _show_dry_run(
         print(json.dumps(json.loads(plan.to_json()) | expected))
 
 
-def show_end(store: Store, ended: Ended, baseline: Choice | None, options: EndOptions) -> int:
+def show_end(store: Store, ended: Ended, baseline: Choice | None, options: CommandOptions) -> int:
     """Prints the results; writes the report; returns the exit code."""
     console = terminal.console(quiet=options.json_output)
     plan, concluded = ended.plan, conclude(store, ended, baseline)

@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 
 from bench.cli.terminal import duration, table
-from harness.spec.errors import UsageError
 from harness.spec.text import plural
 
 if TYPE_CHECKING:
     from bench.execution import Prepared
     from harness.record.plan import Plan
     from harness.run.allocation import PlannedHeadline
-
-
-def parse_share(text: str) -> tuple[int, int]:
-    """Parses `1/4` to (1, 4): index from 0, and number of shares. Raises UsageError."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text or "0/1")
-    if not match or int(match[1]) >= int(match[2]):
-        raise UsageError(
-            f"--share {text!r}: write it as I/N, counted from 0; 1/4 is the second of four"
-        )
-    return int(match[1]), int(match[2])
-
-
-def parse_time(text: str) -> float:
-    """Parses `45min` to 2700.0 seconds; raises UsageError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)", text.strip())
-    if not match or not float(match[1]):
-        raise UsageError(f"--time-budget {text!r}: give a number with s, min or h, such as 45min")
-    return float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
 
 
 def show_plan(out: Console, prepared: Prepared) -> None:

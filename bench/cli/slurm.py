@@ -12,6 +12,7 @@ import typer
 
 from bench.cli import options as opt
 from bench.cluster.target import Target
+from bench.run_options import command_line
 from harness.spec.errors import UsageError
 from harness.spec.text import plural
 
@@ -103,11 +104,7 @@ def submit(
         raise UsageError(f"--nightly and --array are for SLURM, not for --to {to.value}")
     if nightly and (array or run_id):
         raise UsageError("a nightly job makes one new run: leave --array and --run out")
-    several = {"--only": only, "--skip": skip, "--set": settings}
-    pairs = [(option, value) for option, values in several.items() for value in values or []]
-    options = [word for pair in pairs for word in pair]
-    options += ["--trials", str(trials)] if trials else []
-    options += [] if report else ["--no-report"]
+    options = command_line(only=only, skip=skip, settings=settings, trials=trials, report=report)
     matrix = _readable(matrix or (here.nightly.matrix if nightly else ""))
     name = "" if nightly else run_id or new_run_id()
     job = ClusterJob(matrix, name, results.resolve(), tuple(options), array, nightly, to.value)

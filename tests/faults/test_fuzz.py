@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.cli import app, refusal
-from bench.cli.run_plan import parse_share, parse_time
 from bench.cluster.site import read_site
 from bench.expand import expand
 from bench.host import Host, host_of
 from bench.matrix import parse_changes, read_matrix
+from bench.run_options import parse_share, parse_time
 from harness.nodes.protocol import ProtocolError, decoded, encoded
 from harness.planner.cluster.calibration import DEFAULT
 from harness.planner.cluster.calibration import load as load_constants

@@ -15,7 +15,8 @@ import pytest
 from bench.expand import Expanded, expand
 from bench.host import Host, host_of
 from bench.matrix import read_matrix
-from bench.planning import PlanOptions, kept_or_new_plan
+from bench.planning import kept_or_new_plan
+from bench.run_options import CommandOptions
 from harness.host import cores
 from harness.host.cores import oversubscribed
 from harness.parity.reference_runs import (
@@ -244,7 +245,7 @@ def test_a_plan_for_another_host_does_not_depend_on_the_cores_of_this_one(
 ) -> None:
     def planned_here(allowed: int, name: str) -> tuple[frozenset[str], dict[str, int]]:
         monkeypatch.setattr(cores, "allowed_cores", lambda: list(range(allowed)))
-        plan, _ = kept_or_new_plan(Store(tmp_path), PlanOptions("smoke", host=name), False)
+        plan, _ = kept_or_new_plan(Store(tmp_path), CommandOptions(matrix="smoke", host=name))
         return plan.not_compared, plan.launches_per_round
 
     plans = [planned_here(allowed, "8 x h100-80gb") for allowed in (2, 112)]

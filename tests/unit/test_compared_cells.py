@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.planning import PlanOptions, kept_or_new_plan
+from bench.planning import kept_or_new_plan
+from bench.run_options import CommandOptions
 from bench.select import baseline_choice
 from harness.record.plan import Plan
 from harness.record.store import Store
@@ -44,8 +45,8 @@ def test_cells_of_a_setting_are_compared_also_without_a_baseline(
 
 
 def test_a_plan_without_a_baseline_repeats_and_races(tmp_path: Path) -> None:
-    options = PlanOptions(matrix_of(tmp_path), changes={"recompute": "full"})
-    plan, _ = kept_or_new_plan(Store(tmp_path), options, False)
+    options = CommandOptions(matrix=matrix_of(tmp_path), settings={"recompute": "full"})
+    plan, _ = kept_or_new_plan(Store(tmp_path), options)
     assert {plan.trials_of(cell) for cell in plan.cells} == {2}
     assert {plan.timed_seconds_of(cell) for cell in plan.cells} == {1.0}
     trials = [
@@ -60,8 +61,8 @@ def test_a_plan_without_a_baseline_repeats_and_races(tmp_path: Path) -> None:
 def test_the_chosen_baseline_gets_more_trials_per_round(
     tmp_path: Path, pattern: str, expected: str
 ) -> None:
-    options = PlanOptions(matrix_of(tmp_path), baseline_cell=pattern)
-    plan, _ = kept_or_new_plan(Store(tmp_path), options, False)
+    options = CommandOptions(matrix=matrix_of(tmp_path), baseline=pattern)
+    plan, _ = kept_or_new_plan(Store(tmp_path), options)
     counts = {cell.strategy: plan.launches_per_round.get(cell.id, 1) for cell in plan.cells}
     assert counts == dict.fromkeys(STRATEGIES, 1) | {expected: 2}
     headline = planned_headline(plan, 2, baseline_choice(pattern, plan.cells))

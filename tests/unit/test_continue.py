@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from bench.planning import FROM_PYTHON, PlanOptions, kept_or_new_plan
+from bench.planning import FROM_PYTHON, kept_or_new_plan
+from bench.run_options import CommandOptions
 from harness.host.environment import environment
 from harness.record.plan import Plan
 from harness.record.run_record import RunRecord
@@ -29,7 +30,7 @@ def matrix(tmp_path: Path) -> str:
 
 def begin(store: Store, run_id: str, elsewhere: bool = False, **options: Any) -> Plan:
     """Plans a run and writes its row as of this machine, or of another."""
-    plan, begun = kept_or_new_plan(store, PlanOptions(run_id=run_id, **options), False)
+    plan, begun = kept_or_new_plan(store, CommandOptions(run_id=run_id, **options))
     assert not begun
     columns = environment() | ({"cpu_cores": 1000} if elsewhere else {})
     row = run_row(run_id=run_id, matrix=plan.matrix, plan=plan.to_json(), **columns)
@@ -38,7 +39,7 @@ def begin(store: Store, run_id: str, elsewhere: bool = False, **options: Any) ->
 
 
 def go_on(store: Store, run_id: str = "a", resume: bool = False, **options: Any) -> Plan:
-    plan, begun = kept_or_new_plan(store, PlanOptions(run_id=run_id, **options), resume)
+    plan, begun = kept_or_new_plan(store, CommandOptions(run_id=run_id, resume=resume, **options))
     assert begun
     return plan
 
@@ -48,7 +49,7 @@ def test_the_same_options_or_none_continue_a_run(tmp_path: Path, matrix: str) ->
     given: dict[str, Any] = {
         "matrix": matrix,
         "only": ("ddp",),
-        "changes": {"batch": 16},
+        "settings": {"batch": 16},
         "trials": 3,
         "time_budget_seconds": 60.0,
     }
@@ -66,7 +67,7 @@ def test_the_same_options_or_none_continue_a_run(tmp_path: Path, matrix: str) ->
     ("changes", "said"),
     [
         ({"only": ("fsdp2",)}, "different cells"),
-        ({"changes": {"batch": 32}}, "different cells"),
+        ({"settings": {"batch": 32}}, "different cells"),
         ({"model": "llama-mini"}, "different cells"),
         ({"trials": 5}, "different trials"),
         (

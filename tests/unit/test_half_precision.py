@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from bench.cli.run_matrix import EndOptions, show_end
+from bench.cli.run_matrix import show_end
 from bench.execution import Ended
-from bench.planning import PlanOptions, kept_or_new_plan
+from bench.planning import kept_or_new_plan
+from bench.run_options import CommandOptions
 from harness.analysis.answer import answer, undecided
 from harness.analysis.cell_result import CellResult
 from harness.analysis.precision import precision
@@ -145,7 +146,7 @@ def test_an_emulated_training_differs_from_one_process(tmp_path: Path) -> None:
 
 @functools.cache
 def planned(host: str) -> Plan:
-    options = PlanOptions("full", host=host)
+    options = CommandOptions(matrix="full", host=host)
     return kept_or_new_plan(Store(Path("nowhere")), options, resume=False)[0]
 
 
@@ -257,7 +258,7 @@ def test_a_run_on_gpus_is_headed_by_what_it_times(
     assert (leading.rows[0].cell.precision, leading.devices) == ("bf16", devices)
     ended = Ended(plan, finished=True, wall_seconds=1.0, all_recorded=True)
     store = Store(tmp_path / "results")
-    assert show_end(store, ended, None, EndOptions(report=True, json_output=True)) == 0
+    assert show_end(store, ended, None, CommandOptions(json_output=True)) == 0
     said = json.loads(capsys.readouterr().out)
     if devices == 1:
         assert said["answer"] == [], "on one device there is nothing to choose"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.execution import RunOptions, prepare
-from bench.planning import PlanOptions
+from bench.execution import prepare
+from bench.run_options import CommandOptions
 from harness.host.environment import environment
 from harness.record.run_record import RunRecord
 from harness.record.store import Store
@@ -76,8 +76,9 @@ def test_times_of_this_host_do_not_count_for_another(tmp_path: Path) -> None:
     matrix.write_text("cells: [{strategy: single, workload: llama-nano, device: cpu}]\n")
 
     def expected(**host: str) -> dict[str, float]:
-        options = RunOptions(results=tmp_path / "results", dry_run=True)
-        return prepare(PlanOptions(str(matrix), **host), options).seconds
+        results = tmp_path / "results"
+        options = CommandOptions(matrix=str(matrix), results=results, dry_run=True, **host)
+        return prepare(options).seconds
 
     store = Store(tmp_path / "results")
     (cell_id,) = expected()

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from bench.planning import PlanOptions, kept_or_new_plan
+from bench.planning import kept_or_new_plan
+from bench.run_options import CommandOptions
 from harness.analysis.race import MOST_IN_HEAT, Entrants, contenders, next_heats, top_two
 from harness.analysis.stats import LogEstimate
 from harness.parity.reference import Reference
@@ -389,7 +390,7 @@ def test_when_a_run_stops_adding_rounds(tmp_path: Path) -> None:
     matrix.write_text("time_budget_minutes: 3\ncells: [{strategy: single, workload: llama-nano}]\n")
 
     def planned(**options: Any) -> Plan:
-        return kept_or_new_plan(Store(tmp_path), PlanOptions(str(matrix), **options), False)[0]
+        return kept_or_new_plan(Store(tmp_path), CommandOptions(matrix=str(matrix), **options))[0]
 
     assert planned().time_budget_seconds == 180
     assert planned(time_budget_seconds=60).time_budget_seconds == 60

@@ -11,7 +11,8 @@ import torch
 from bench.expand import cells_of, expand
 from bench.host import Host
 from bench.matrix import Matrix
-from bench.planning import PlanOptions, kept_or_new_plan
+from bench.planning import kept_or_new_plan
+from bench.run_options import CommandOptions
 from harness.host import user_code
 from harness.planner.follow_up import matrix_file
 from harness.record.store import Store
@@ -147,8 +148,8 @@ def test_the_model_replaces_that_of_every_cell(tmp_path: Path) -> None:
 def test_a_recorded_cell_is_planned_again(tmp_path: Path) -> None:
     cell = with_defaults(Cell(strategy="ddp", devices=2, workload=written(tmp_path)))
     recorded = Cell.model_validate_json(cell.model_dump_json())
-    options = PlanOptions(cells=(recorded,), trials=1, timed_seconds=0)
-    plan, _ = kept_or_new_plan(Store(tmp_path / "results"), options, False)
+    options = CommandOptions(cells=(recorded,), trials=1, timed_seconds=0)
+    plan, _ = kept_or_new_plan(Store(tmp_path / "results"), options)
     assert [again.id for again in plan.cells] == [cell.id]
     matrix_file(tmp_path / "m.yaml", [cell], "one").write()
     assert [again.id for again in cells_of(str(tmp_path / "m.yaml"), [])] == [cell.id]
