@@ -215,14 +215,13 @@ def _rehearsed(answer: ClusterPlan, model: str, count: int) -> ClusterPlan:
 def tried_options() -> list[StrategyOptions]:
     """Returns the strategies of the matrix full, with their options."""
     from bench.matrix import read_matrix
-    from harness.planner.follow_up import StrategyOptions
 
-    tried = []
+    tried: list[StrategyOptions] = []
     for axes in read_matrix(TRIED_MATRIX).cells:
         names, options = axes["strategy"], axes.get("options", {})
         for name in names if isinstance(names, list) else [names]:
             for values in options if isinstance(options, list) else [options]:
-                tried.append(StrategyOptions(name, dict(values)))
+                tried.append((name, dict(values)))
     return tried
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
     from harness.planner.cluster.calibration import ClusterCalibration
     from harness.planner.cluster.cluster_plan import ClusterCandidate, ClusterPlan
-    from harness.planner.follow_up import FollowUp, MatrixFile
+    from harness.planner.follow_up import FollowUp
 
 MAX_RANKED = 1000
 """Number of layouts searched for ties and for an exportable one."""
@@ -70,13 +69,6 @@ Rehearse: TypeAlias = Annotated[
         " on fake tensors. Needs torch, and takes seconds for each.",
     ),
 ]
-
-
-@dataclass(frozen=True)
-class Files:
-    matrix: Path | None
-    export: Path | None
-    html: Path | None
 
 
 def plan(
@@ -129,7 +121,16 @@ def plan(
     )
     constants = api.plan_constants(calibration, results, answer.question.cluster)
     sentences = explanation(answer)
-    written = _written(answer, sentences, constants, Files(matrix, export, html), model)
+    prepared, written = _prepared(answer, constants, model, matrix, export)
+    page = ""
+    if html:
+        from harness.planner.cluster.cluster_plan import sweep
+        from reports.prediction_page import plan_page
+
+        squares = sweep(answer.question, constants, goal)
+        page = plan_page(answer, sentences, constants.source, squares)
+        written.append(f"page: {html}")
+    _write(prepared, page, html)
     if json_output:
         document = dataclasses.asdict(answer) | {
             "explanation": sentences,
@@ -142,47 +143,37 @@ def plan(
     _show(answer, sentences, constants.source, written)
 
 
-def _written(
+def _prepared(
     answer: ClusterPlan,
-    sentences: list[str],
     constants: ClusterCalibration,
-    files: Files,
     model: str,
-) -> list[str]:
-    question, goal = answer.question, answer.goal
-    prepared: list[FollowUp] = []
-    written, page = [], ""
-    if files.matrix or files.export:
-        from harness.planner.cluster.cluster_plan import plan as predicted
+    matrix: Path | None,
+    export: Path | None,
+) -> tuple[list[FollowUp], list[str]]:
+    """Returns the files to write, and the sentences that say so."""
+    if not matrix and not export:
+        return [], []
+    from bench.api import tried_options
+    from bench.cli.terminal import measure_command
+    from harness.planner.cluster.cluster_plan import plan as predicted
+    from harness.planner.follow_up import cells_of_layouts, first_export
 
-        every = predicted(question, constants, goal, MAX_RANKED)
-    if files.matrix:
-        from bench.cli.terminal import measure_command
-
-        matrix, missing = _tied_cells(every, model, files.matrix)
-        prepared.append(matrix)
-        written += [f"{matrix.message}; {measure_command(files.matrix)}", *missing]
-    if files.export:
-        from bench.api import tried_options
-        from harness.planner.follow_up import cells_of_layouts, first_export
-
+    prepared, written = [], []
+    every = predicted(answer.question, constants, answer.goal, MAX_RANKED)
+    if matrix:
+        file, missing = _tied_cells(every, model, matrix)
+        prepared.append(file)
+        written += [f"{file.message}; {measure_command(matrix)}", *missing]
+    if export:
         ranked = ((candidate.layout, candidate.seconds) for candidate in every.candidates)
-        cells = cells_of_layouts(question, model, ranked, tried_options())
-        export = first_export(cells, files.export)
-        prepared.append(export)
-        written.append(export.message)
-    if files.html:
-        from harness.planner.cluster.cluster_plan import sweep
-        from reports.prediction_page import plan_page
-
-        squares = sweep(question, constants, goal)
-        page = plan_page(answer, sentences, constants.source, squares)
-        written.append(f"page: {files.html}")
-    write_all(prepared, page, files.html)
-    return written
+        cells = cells_of_layouts(answer.question, model, ranked, tried_options())
+        folders = first_export(cells, export)
+        prepared.append(folders)
+        written.append(folders.message)
+    return prepared, written
 
 
-def write_all(prepared: Sequence[FollowUp], page: str, html: Path | None) -> None:
+def _write(prepared: Sequence[FollowUp], page: str, html: Path | None) -> None:
     """Writes prepared files and a page, after checking all of them.
 
     The page comes first, because the command can write it again after an error.
@@ -224,7 +215,7 @@ def _not_rehearsed(answer: ClusterPlan) -> list[str]:
     ]
 
 
-def _tied_cells(every: ClusterPlan, model: str, file: Path) -> tuple[MatrixFile, list[str]]:
+def _tied_cells(every: ClusterPlan, model: str, file: Path) -> tuple[FollowUp, list[str]]:
     """Returns a matrix of cells tied with the first, and a sentence if layouts have none."""
     from bench.api import tried_options
     from harness.planner.cluster.cluster_plan import open_questions

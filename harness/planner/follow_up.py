@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,62 +34,23 @@ TRIALS = 5
 """Trials per cell, enough for an interval."""
 
 
-@dataclass(frozen=True)
-class StrategyOptions:
-    strategy: str
-    options: dict[str, Any]
+StrategyOptions: TypeAlias = tuple[str, dict[str, Any]]
+"""Name of a strategy, and options beyond its defaults."""
 
 
 @dataclass(frozen=True)
-class MatrixFile:
-    """A matrix to write, and the message that says so."""
+class FollowUp:
+    """Files to write after an answer."""
 
-    file: Path
-    text: str
     message: str
-
-    def check(self) -> None:
-        """Raises UsageError if the file exists."""
-        if os.path.lexists(self.file):
-            raise self._exists
-
-    def write(self) -> None:
-        """Raises UsageError if the file exists or cannot be written."""
-        try:
-            with self.file.open("x", encoding="utf-8") as opened:
-                opened.write(self.text)
-        except FileExistsError:
-            raise self._exists from None
-        except OSError as error:
-            raise UsageError(f"cannot write {str(self.file)!r}: {error.strerror}") from None
-
-    @property
-    def _exists(self) -> UsageError:
-        return UsageError(f"file {str(self.file)!r} exists already; name another one")
+    """Sentence that says what was written."""
+    check: Callable[[], None]
+    """Raises UsageError if something is in the way."""
+    write: Callable[[], None]
+    """Writes; raises UsageError if something is in the way or cannot be written."""
 
 
-@dataclass(frozen=True)
-class ExportFolders:
-    """Exported files by folder and name, and the message that says so."""
-
-    folders: dict[Path, dict[str, str]]
-    message: str
-
-    def check(self) -> None:
-        """Raises UsageError if a folder is not empty."""
-        for folder in self.folders:
-            require_new_or_empty(folder)
-
-    def write(self) -> None:
-        """Raises UsageError if a folder is not empty or cannot be written."""
-        for folder, files in self.folders.items():
-            write_files(files, folder)
-
-
-FollowUp: TypeAlias = MatrixFile | ExportFolders
-
-
-def matrix_file(file: Path, cells: Sequence[Cell], description: str) -> MatrixFile:
+def matrix_file(file: Path, cells: Sequence[Cell], description: str) -> FollowUp:
     """Returns a matrix of these cells, best first; raises UsageError without cells."""
     if not cells:
         raise UsageError(
@@ -110,10 +72,25 @@ def matrix_file(file: Path, cells: Sequence[Cell], description: str) -> MatrixFi
         allow_unicode=True,
         width=100,
     )
-    return MatrixFile(file, text, f"wrote {plural(len(cells), 'cell')} to {file}")
+    exists = UsageError(f"file {str(file)!r} exists already; name another one")
+
+    def check() -> None:
+        if os.path.lexists(file):
+            raise exists
+
+    def write() -> None:
+        try:
+            with file.open("x", encoding="utf-8") as opened:
+                opened.write(text)
+        except FileExistsError:
+            raise exists from None
+        except OSError as error:
+            raise UsageError(f"cannot write {str(file)!r}: {error.strerror}") from None
+
+    return FollowUp(f"wrote {plural(len(cells), 'cell')} to {file}", check, write)
 
 
-def first_export(ranked: Iterable[tuple[Cell, float]], folder: Path) -> ExportFolders:
+def first_export(ranked: Iterable[tuple[Cell, float]], folder: Path) -> FollowUp:
     """Returns the best exportable cell's export, in a folder per target.
 
     `ranked`: cells with step times in seconds, best first. Raises UsageError without an export.
@@ -126,10 +103,12 @@ def first_export(ranked: Iterable[tuple[Cell, float]], folder: Path) -> ExportFo
             continue
         slower = seconds / best[1] - 1
         compared = f", the best exportable layout, {slower:.0%} slower than the best"
-        return ExportFolders(
-            {folder / target: files for target, files in exported.items()},
+        message = (
             f"wrote {cell.label}{compared if slower > 0 else ''} to {folder} for"
-            f" {', '.join(exported)}",
+            f" {', '.join(exported)}"
+        )
+        return FollowUp(
+            message, partial(_check_folders, folder, exported), partial(_write, folder, exported)
         )
     if best is None:
         raise UsageError(
@@ -139,6 +118,16 @@ def first_export(ranked: Iterable[tuple[Cell, float]], folder: Path) -> ExportFo
     raise UsageError(
         f"none of the layouts can be exported; the best is {best[0].label}: {why_not(best[0])}"
     )
+
+
+def _check_folders(folder: Path, exported: Iterable[str]) -> None:
+    for target in exported:
+        require_new_or_empty(folder / target)
+
+
+def _write(folder: Path, exported: Mapping[str, dict[str, str]]) -> None:
+    for target, files in exported.items():
+        write_files(files, folder / target)
 
 
 def _targets(cell: Cell) -> Iterator[tuple[str, dict[str, str]]]:
@@ -269,8 +258,8 @@ def _matching(
     variant, precision = SUITE_CELLS[question.precision]
     workload += variant
     reduced = layout.zero >= 2 and layout.accumulation > 1 and not layout.whole_gradients
-    for choice in _choices(tried):
-        fields = strategies()[choice.strategy].model_fields
+    for name, options in _choices(tried):
+        fields = strategies()[name].model_fields
         sizes = {axis: size for axis, size in vars(layout).items() if axis in fields}
         further = {"no_sync": False} if reduced and "no_sync" in fields else {}
         if _gathers_bf16(question, layout) and "mixed_precision" in fields:
@@ -278,8 +267,8 @@ def _matching(
         try:
             cell = with_defaults(
                 Cell(
-                    strategy=choice.strategy,
-                    options=choice.options | sizes | further,
+                    strategy=name,
+                    options=options | sizes | further,
                     workload=workload,
                     device="cuda",
                     devices=question.devices,
@@ -304,7 +293,7 @@ def _choices(tried: Sequence[StrategyOptions]) -> list[StrategyOptions]:
     choices: dict[str, StrategyOptions] = {}
     for name, kind in strategies().items():
         if not any(field.is_required() for field in kind.model_fields.values()):
-            choices[f"{name} {{}}"] = StrategyOptions(name, {})
-    for choice in tried:
-        choices.setdefault(f"{choice.strategy} {choice.options}", choice)
+            choices[f"{name} {{}}"] = name, {}
+    for name, options in tried:
+        choices.setdefault(f"{name} {options}", (name, options))
     return list(choices.values())

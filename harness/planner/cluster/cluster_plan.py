@@ -19,7 +19,6 @@ from harness.planner.cluster.model_shape import ModelShape, stages
 from harness.planner.cluster.prediction import (
     COMPUTING,
     WAITING,
-    LayoutEnergy,
     Predictions,
     energy,
     predict,
@@ -156,7 +155,7 @@ def plan(
         best = kept[np.argsort(result.memory.demand[kept], kind="stable")]
     else:
         # With a fixed device count, cost depends on time alone.
-        ranks = seconds if used is None else used.per_token
+        ranks = seconds if used is None else used[0]
         columns = (ranks, result.fits, result.memory.demand, result.half_width)
         best = order[ranked(*(column[order] for column in columns))]
     return ClusterPlan(
@@ -241,11 +240,11 @@ def _candidate(
 
 
 def _with_energy(
-    candidate: ClusterCandidate, used: LayoutEnergy | None, row: int
+    candidate: ClusterCandidate, used: tuple[Floats, Floats] | None, row: int
 ) -> ClusterCandidate:
     if used is None:
         return candidate
-    joules, wide = float(used.per_token[row]), float(np.exp(used.half_width[row]))
+    joules, wide = float(used[0][row]), float(np.exp(used[1][row]))
     return dataclasses.replace(
         candidate, joules_per_token=joules, joules_low=joules / wide, joules_high=joules * wide
     )

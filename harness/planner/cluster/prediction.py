@@ -54,14 +54,6 @@ STEPS, DEVIATIONS = 96, 5.0
 """Points of the integral over speed, and standard deviations on each side."""
 
 
-@dataclass(frozen=True)
-class LayoutEnergy:
-    """Energy of all devices in joules per token (shape [layouts])."""
-
-    per_token: Floats
-    half_width: Floats
-
-
 @functools.cache
 def watts() -> dict[str, float]:
     text = Path(__file__).parents[1].joinpath("power.yaml").read_text(encoding="utf-8")
@@ -70,8 +62,9 @@ def watts() -> dict[str, float]:
 
 def energy(
     question: ClusterQuestion, time: LayoutStepTime, seconds: Floats, half_width: Floats
-) -> LayoutEnergy:
-    """Returns joules per token: devices x power x seconds, over a step's tokens.
+) -> tuple[Floats, Floats]:
+    """Returns all devices' joules per token, which are devices x power x seconds over a step's
+    tokens, and the half-widths of their log 80 % intervals.
 
     Maximum power is from data sheets (power.yaml), without hosts, networks and cooling. `seconds`
     and `half_width` (shape [layouts]) are the step's. Raises UsageError for unknown power.
@@ -84,9 +77,7 @@ def energy(
         )
     busy = np.minimum(seconds, time.compute + time.update)
     joules = watts()[device] * (COMPUTING * busy + WAITING * (seconds - busy))
-    return LayoutEnergy(
-        question.devices * joules / question.tokens, np.sqrt(half_width**2 + SPREAD**2)
-    )
+    return question.devices * joules / question.tokens, np.hypot(half_width, SPREAD)
 
 
 @dataclass(frozen=True)
