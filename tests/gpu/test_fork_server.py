@@ -122,45 +122,6 @@ def test_a_package_that_nobody_has_checked_is_left_to_the_ranks() -> None:
     ]
 
 
-STUB = """
-static int initialized = 0;
-int cuInit(unsigned flags) { initialized = 1; return 0; }
-/* 3: CUDA_ERROR_NOT_INITIALIZED */
-int cuDeviceGetCount(int *count) { *count = 1; return initialized ? 0 : 3; }
-"""
-
-
-def test_a_driver_that_was_initialised_behind_torchs_back_is_noticed(tmp_path: Path) -> None:
-    """Uses a stub of the driver library, which like CUDA's does not answer before cuInit."""
-    (tmp_path / "cuda.c").write_text(STUB)
-    library = tmp_path / "libcuda.so.1"
-    command = [
-        "gcc",
-        "-shared",
-        "-fPIC",
-        "-Wl,-soname,libcuda.so.1",
-        "-o",
-        str(library),
-        str(tmp_path / "cuda.c"),
-    ]
-    subprocess.run(command, check=True)
-    code = f"""
-import ctypes
-from harness.host.cuda import cuda_is_initialized
-
-answers = [cuda_is_initialized()]  # the driver is not loaded
-driver = ctypes.CDLL({str(library)!r})
-answers.append(cuda_is_initialized())  # loaded, as by linking with it
-driver.cuInit(0)
-answers.append(cuda_is_initialized())
-print(answers)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[False, False, True]"
-
-
 def test_a_rank_names_the_import_that_took_cuda_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from harness.worker.worker import _require_cuda
 

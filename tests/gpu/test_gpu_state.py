@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -288,10 +287,3 @@ def test_peaks_and_limit_are_those_of_all_devices(
     with meter.unlimited():
         assert called == [("limit 1", number) for number in range(8)]
     assert called[8:] == [("limit 0.25", number) for number in range(8)]
-
-
-def test_json_of_a_state_keeps_everything() -> None:
-    text = as_json([GpuUse(("GPU-x",), 1.0, {"power": 1.0}, (COOL,), 1, 2)])
-    assert text is not None
-    assert json.loads(text)[0]["states"][0]["sm_mhz"] == 1980
-    assert GpuRecord.read(None, None, text).use[0].states == (COOL,)
