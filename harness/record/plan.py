@@ -12,6 +12,7 @@ from typing import Any
 from harness.record.store import Store
 from harness.spec.cell import Cell
 from harness.spec.errors import NothingToResume, UsageError
+from harness.spec.typed_json import adapter
 
 SearchPlan = dict[str, Any]
 """Settings of a search as JSON: budget, tokens, order and predictions."""
@@ -157,26 +158,17 @@ class Plan:
     def from_row(cls, row: Mapping[Any, Any]) -> Plan:
         """Reads the plan from a row of table `runs`; raises UsageError if it has none."""
         try:
-            return cls._from_row(row)
+            content = json.loads(row["plan"])
+            # Runs of older versions may have further fields.
+            twins = content.get("once", ())
+            content["not_compared"] = (*twins, *content.get("not_compared", ()))
+            content |= {"run_id": row["run_id"], "matrix": row["matrix"]}
+            plan: Plan = adapter(Plan).validate_python(content)
+            return plan
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(
                 f"the plan of run {row['run_id']!r} cannot be read: {type(error).__name__}"
             ) from None
-
-    @classmethod
-    def _from_row(cls, row: Mapping[Any, Any]) -> Plan:
-        plan = json.loads(row["plan"])
-        plan["cells"] = tuple(Cell(**cell) for cell in plan["cells"])
-        plan["left_out"] = tuple(
-            LeftOut(Cell(**left["cell"]), left["status"], left["reason"])
-            for left in plan["left_out"]
-        )
-        # Runs of older versions may have further fields.
-        twins = plan.pop("once", ())
-        plan["not_compared"] = frozenset((*twins, *plan.get("not_compared", ())))
-        for name in ("precision", "interleaved"):
-            plan.pop(name, None)
-        return cls(row["run_id"], row["matrix"], **plan)
 
 
 def _plain(value: object) -> object:
