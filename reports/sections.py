@@ -78,8 +78,9 @@ class Panel(Generic[Report]):
         blocks: ui.Blocks = [ui.Charts(charts, prose(self.reading) if self.reading else "")]
         blocks += [block for table in self.tables for block in table.blocks(report)]
         blocks += self.more(report)
-        note = self.note if isinstance(self.note, str) else self.note(report)
-        return ui.Part(self.title, blocks, prose(note) if isinstance(note, str) and note else note)
+        if isinstance(self.note, str):
+            return ui.Part(self.title, blocks, prose(self.note) if self.note else "")
+        return ui.Part(self.title, blocks, self.note(report))
 
 
 @dataclass(frozen=True)
