@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from harness.launch.launcher import Launcher
 from harness.record.plan import Plan
@@ -63,6 +64,17 @@ def cell(strategy: str, devices: int = 2, workload: str = "llama-nano", **axes: 
             **axes,
         }
     )
+
+
+def representative(rows: Iterable[Any]) -> list[ParameterSet]:
+    """Returns parameters of which the first is tested by default, and the others are thorough."""
+    found = []
+    for number, row in enumerate(rows):
+        if not isinstance(row, ParameterSet):
+            row = pytest.param(*row) if isinstance(row, tuple) else pytest.param(row)
+        marks = [*row.marks, *[pytest.mark.thorough] * (number > 0)]
+        found.append(pytest.param(*row.values, marks=marks, id=row.id))
+    return found
 
 
 def ended(trial: Any, status: str, reason: str) -> None:

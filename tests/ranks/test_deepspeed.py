@@ -24,7 +24,7 @@ from harness.strategies._deepspeed import (
 from harness.strategies.deepspeed import Deepspeed
 from harness.strategy.registry import validate
 from harness.workloads import make_workload
-from tests.ranks.conftest import RunCells, cell, ended
+from tests.ranks.conftest import RunCells, cell, ended, representative
 from tests.ranks.test_strategies import states_follow_the_formula
 
 pytestmark = pytest.mark.skipif(not find_spec("deepspeed"), reason="make setup builds DeepSpeed")
@@ -53,26 +53,32 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("devices", "axes"),
-    [
-        (1, {"options": {"stage": 3}}),
-        (2, {"options": {"stage": 0}, "micro_batches": 4}),
-        (2, {"options": {"stage": 2}, "micro_batches": 2, "workload": "gpt2-nano"}),
-        pytest.param(
-            2,
-            {"options": {"stage": 3}, "micro_batches": 2, "workload": "bert-micro"},
-            marks=pytest.mark.thorough,
-        ),
-        (2, {"options": {"stage": 1, "offload_optimizer": "cpu"}, "micro_batches": 2}),
-        (2, {"options": {"stage": 3}, "workload": "llama-nano+lora"}),
-        (
-            4,
-            {
-                "options": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
-                **FEW,
-            },
-        ),
-        (2, {"options": {"stage": 1}, "optimizer": "sgd"}),
-    ],
+    representative(
+        [
+            (1, {"options": {"stage": 3}}),
+            (2, {"options": {"stage": 0}, "micro_batches": 4}),
+            (2, {"options": {"stage": 2}, "micro_batches": 2, "workload": "gpt2-nano"}),
+            pytest.param(
+                2,
+                {"options": {"stage": 3}, "micro_batches": 2, "workload": "bert-micro"},
+                marks=pytest.mark.thorough,
+            ),
+            (2, {"options": {"stage": 1, "offload_optimizer": "cpu"}, "micro_batches": 2}),
+            (2, {"options": {"stage": 3}, "workload": "llama-nano+lora"}),
+            (
+                4,
+                {
+                    "options": {
+                        "stage": 3,
+                        "offload_optimizer": "cpu",
+                        "offload_parameters": "cpu",
+                    },
+                    **FEW,
+                },
+            ),
+            (2, {"options": {"stage": 1}, "optimizer": "sgd"}),
+        ]
+    ),
     ids=str,
 )
 def test_it_trains_the_same_and_keeps_what_the_formula_says(
@@ -97,7 +103,7 @@ HALVES = [("bf16", stage) for stage in (0, 3)] + [
 ]
 
 
-@pytest.mark.parametrize(("precision", "stage"), HALVES)
+@pytest.mark.parametrize(("precision", "stage"), representative(HALVES))
 def test_half_precision_keeps_masters(run_cells: RunCells, precision: str, stage: int) -> None:
     trial = run_cells(cell("deepspeed", precision=precision, options={"stage": stage})).trials.iloc[
         0
@@ -308,11 +314,13 @@ def test_each_step_reads_and_writes_the_files_once(run_cells: RunCells, disk: Pa
 
 @pytest.mark.parametrize(
     ("devices", "axes"),
-    [
-        (2, {"options": {"in_tiles": 2, "out_tiles": 3}}),
-        pytest.param(2, {"workload": "bert-micro"}, marks=pytest.mark.thorough),
-        (2, {"micro_batches": 2, "precision": "bf16"}),
-    ],
+    representative(
+        [
+            (2, {"options": {"in_tiles": 2, "out_tiles": 3}}),
+            pytest.param(2, {"workload": "bert-micro"}, marks=pytest.mark.thorough),
+            (2, {"micro_batches": 2, "precision": "bf16"}),
+        ]
+    ),
     ids=str,
 )
 def test_tiles_train_the_same_layer(

@@ -10,13 +10,13 @@ from harness.spec.errors import Refused, Unavailable
 from harness.strategies.fairscale_fsdp import FairscaleFsdp
 from harness.strategies.fairscale_oss import FairscaleOss
 from harness.workloads import make_workload
-from tests.ranks.conftest import RunCells, cell
+from tests.ranks.conftest import RunCells, cell, representative
 from tests.ranks.test_strategies import states_follow_the_formula
 
 pytest.importorskip("fairscale", reason="pip install fairscale")
 
 
-@pytest.mark.parametrize(("devices", "buffer"), [(4, 2**23), (4, 20_000), (2, 0)])
+@pytest.mark.parametrize(("devices", "buffer"), representative([(4, 2**23), (4, 20_000), (2, 0)]))
 def test_states_are_dealt_out_by_whole_parameters(
     run_cells: RunCells, devices: int, buffer: int
 ) -> None:
@@ -36,11 +36,13 @@ def test_states_are_dealt_out_by_whole_parameters(
 @pytest.mark.parametrize(
     "axes",
     # Matrix full covers micro-batches in buckets, and fp16.
-    [
-        {"micro_batches": 2, "options": {"reduce_buffer_size": 0}},
-        {"optimizer": "sgd"},
-        {"precision": "bf16"},
-    ],
+    representative(
+        [
+            {"micro_batches": 2, "options": {"reduce_buffer_size": 0}},
+            {"optimizer": "sgd"},
+            {"precision": "bf16"},
+        ]
+    ),
     ids=str,
 )
 def test_it_trains_the_same_on_other_axes(run_cells: RunCells, axes: dict[str, Any]) -> None:
@@ -110,7 +112,7 @@ SHARDED = [
 ]
 
 
-@pytest.mark.parametrize("axes", SHARDED)
+@pytest.mark.parametrize("axes", representative(SHARDED))
 def test_the_mathematics_of_fully_sharded(run_cells: RunCells, axes: dict[str, Any]) -> None:
     """Gloo ranks train with faked CUDA streams and pinned memory; the rest needs a GPU."""
     row = run_cells(cell("fairscale_on_cpu", **axes)).trials.iloc[0]

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from harness.host import cores
-from tests.ranks.conftest import RunCells, cell
+from tests.ranks.conftest import RunCells, cell, representative
 from tests.ranks.test_strategies import states_follow_the_formula
 
 LONG = {"timed_steps": 10, "parity_steps": 13}
 
 
-@pytest.mark.parametrize("workers", [2, 4])  # matrix full covers one
+@pytest.mark.parametrize("workers", representative([2, 4]))  # matrix full covers one
 def test_synchronous_is_the_same_training(run_cells: RunCells, workers: int) -> None:
     """Each worker sends its gradients and gets the parameters, P bytes each. Only the server keeps
     optimizer state."""
@@ -39,7 +39,9 @@ def test_synchronous_is_the_same_training(run_cells: RunCells, workers: int) -> 
 
 @pytest.mark.parametrize(
     "axes",
-    [{"micro_batches": 2}, {"optimizer": "sgd"}, {"precision": "bf16"}, {"precision": "fp16"}],
+    representative(
+        [{"micro_batches": 2}, {"optimizer": "sgd"}, {"precision": "bf16"}, {"precision": "fp16"}]
+    ),
     ids=str,
 )
 def test_it_trains_the_same_on_other_axes(run_cells: RunCells, axes: dict[str, Any]) -> None:
@@ -50,7 +52,9 @@ def test_it_trains_the_same_on_other_axes(run_cells: RunCells, axes: dict[str, A
 
 
 @pytest.mark.parametrize(
-    "axes", [{}, {"devices": 4}, {"optimizer": "sgd", "learning_rate": 0.003}], ids=str
+    "axes",
+    representative([{}, {"devices": 4}, {"optimizer": "sgd", "learning_rate": 0.003}]),
+    ids=str,
 )
 def test_asynchronous_stays_near(run_cells: RunCells, axes: dict[str, Any]) -> None:
     row = run_cells(
@@ -82,7 +86,7 @@ def test_what_it_declares_hides_no_mistake(run_cells: RunCells, mode: str, trap:
     assert row["status"] == "diverged", row["reason"]
 
 
-@pytest.mark.parametrize("fault", ["raises", "killed"])
+@pytest.mark.parametrize("fault", representative(["raises", "killed"]))
 @pytest.mark.parametrize("rank", [0, 2], ids=["worker", "server"])
 def test_one_that_fails_ends_the_trial(run_cells: RunCells, fault: str, rank: int) -> None:
     row = run_cells(

@@ -13,7 +13,7 @@ from harness.spec.errors import Refused
 from harness.strategy.registry import validate
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
-from tests.ranks.conftest import RunCells, cell, ended
+from tests.ranks.conftest import RunCells, cell, ended, representative
 
 CELLS: dict[str, dict[str, Any]] = {
     "fsdp2": {"strategy": "fsdp2"},
@@ -25,7 +25,7 @@ CELLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", representative(CELLS))
 def test_it_is_the_same_training_in_less_memory_with_more_operations(
     run_cells: RunCells, name: str
 ) -> None:

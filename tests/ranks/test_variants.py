@@ -14,7 +14,7 @@ from harness.spec.cell import Cell
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
 from harness.workloads.workload_variants import ADAPTERS
-from tests.ranks.conftest import RunCells, cell
+from tests.ranks.conftest import RunCells, cell, representative
 
 EXACT = ("ok", "exact", 1e-6)
 
@@ -39,7 +39,7 @@ def sent(trial: Any) -> float:
     return float(max(trial["sent_bytes_per_step"]))
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("adapter", representative(ADAPTERS))
 def test_an_adapter_trains_the_same_and_saves_what_is_not_trained(
     run_cells: RunCells, adapter: str
 ) -> None:
@@ -122,13 +122,15 @@ def test_gradients_that_are_not_synchronised_are_seen(run_cells: RunCells, workl
 
 @pytest.mark.parametrize(
     ("workload", "axes", "weights"),
-    [
-        ("llama-micro+int8+lora", {}, 1),
-        ("llama-micro+nf4+lora", {}, 0.5),
-        ("llama-micro+nf4+dora", {}, 0.5),
-        ("gpt2-micro+nf4+prefix", {}, 0.5),
-        ("llama-micro+int8+ia3", {}, 1),
-    ],
+    representative(
+        [
+            ("llama-micro+int8+lora", {}, 1),
+            ("llama-micro+nf4+lora", {}, 0.5),
+            ("llama-micro+nf4+dora", {}, 0.5),
+            ("gpt2-micro+nf4+prefix", {}, 0.5),
+            ("llama-micro+int8+ia3", {}, 1),
+        ]
+    ),
 )
 def test_quantised_weights_train_the_same_at_their_distance_to_fp32(
     run_cells: RunCells, workload: str, axes: dict[str, Any], weights: float
@@ -155,12 +157,14 @@ def test_quantised_weights_train_the_same_at_their_distance_to_fp32(
 
 @pytest.mark.parametrize(
     ("workload", "axes"),
-    [
-        ("llama-nano+bf16", {}),
-        ("bert-micro+bf16", {}),
-        ("llama-nano+fp16", {"optimizer": "sgd", "learning_rate": 0.05}),
-        ("llama-nano+fp16+lora", {}),
-    ],
+    representative(
+        [
+            ("llama-nano+bf16", {}),
+            ("bert-micro+bf16", {}),
+            ("llama-nano+fp16", {"optimizer": "sgd", "learning_rate": 0.05}),
+            ("llama-nano+fp16+lora", {}),
+        ]
+    ),
 )
 def test_half_weights_train_the_same_within_what_they_declare(
     run_cells: RunCells, workload: str, axes: dict[str, Any]
@@ -207,7 +211,7 @@ def test_pure_fp16_with_adamw_is_not_even_repeatable(run_cells: RunCells) -> Non
     assert trial["fp32_loss_deviation"] > 0.05
 
 
-@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "zero_redundancy"])
+@pytest.mark.parametrize("strategy", representative(["fsdp1", "fsdp2", "zero_redundancy"]))
 def test_sharding_strategies_train_frozen_and_trained_parameters_together(
     run_cells: RunCells, strategy: str
 ) -> None:

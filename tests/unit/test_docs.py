@@ -5,16 +5,11 @@ from __future__ import annotations
 import json
 import pkgutil
 import re
-import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 import yaml
-from typer.core import TyperGroup
 
-from bench.cli import app
 from bench.cluster.site import Nightly, Notify, Pods, Site
 from bench.matrix import HOME, matrix_names, read_matrix
 from harness.host.gpu_models import gpu_models
@@ -121,13 +116,6 @@ def test_tables_are_those_of_the_code(file: str, mark: str, table, update: bool)
     assert now == wanted, "rewrite it: pytest tests/unit/test_docs.py --update"
 
 
-def test_make_targets_of_the_readme_exist() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    said = set(re.findall(r"`make ([a-z-]+)", (ROOT / "README.md").read_text()))
-    assert said
-    assert said <= targets
-
-
 def prose(document: Path) -> str:
     """Returns the document without code blocks."""
     return re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.M | re.S)
@@ -200,21 +188,6 @@ def test_every_environment_variable_of_the_user_is_described() -> None:
     page = (ROOT / "docs" / "reference" / "commands.md").read_text()
     said = set(re.findall(r"^\| `(PARALLELISM_BENCH_[A-Z_]+)` \|", page, re.M))
     assert said == used - internal
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_commands_in_documents_have_options_that_exist(document: Path) -> None:
-    group: Any = typer.main.get_command(app)
-    text = document.read_text()
-    added = {Path(block.path).stem for block in pages.blocks(text)}
-    for words in re.findall(r"python -m bench ([a-z]+.*?)(?:`|$)", text, re.M):
-        command, arguments = group, shlex.split(words.split(" #")[0].split(" &")[0])
-        while isinstance(command, TyperGroup) and arguments and arguments[0] not in added:
-            command, arguments = command.commands[arguments[0]], arguments[1:]
-        if not isinstance(command, TyperGroup):
-            context = command.make_context("bench", [], resilient_parsing=True)
-            context.resilient_parsing = False  # else the parser ignores unknown options
-            command.make_parser(context).parse_args(arguments)
 
 
 def test_ci_runs_the_readmes_test_command() -> None:

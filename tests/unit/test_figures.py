@@ -1,4 +1,4 @@
-"""Compares the data of every figure of results/reference with a golden file.
+"""Compares the figures of results/reference that answer its questions with a golden file.
 
 `pytest --update` rewrites the file; review its diff like any other.
 """
@@ -19,6 +19,12 @@ from reports.run_sections import SECTIONS
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "figures.json"
 
+KEPT = """
+speed memory-of-these strong-0 weak-0 speed-2 states-2 ranks traffic-0 loss-0 bubble
+parity_max_loss_deviation parity_max_update_deviation
+""".split()  # noqa: SIM905
+"""Figures of the answer, of scaling, of the main setting's speed and states, and of parity."""
+
 
 def rounded(value: Any) -> Any:
     """Rounds to seven digits, since library versions differ only beyond them."""
@@ -29,7 +35,7 @@ def rounded(value: Any) -> Any:
     return [rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def test_the_data_of_every_figure(update: bool) -> None:
+def test_the_data_of_figures(update: bool) -> None:
     seen: dict[str, Any] = {}
     report = ran(load(ROOT / "results" / "reference"))
     for section in SECTIONS:
@@ -41,9 +47,13 @@ def test_the_data_of_every_figure(update: bool) -> None:
             del values["title"], values["summary"]  # sentences, which may be reworded
             seen[data.name] = rounded(values)
     if update:
-        lines = [f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in seen.items()]
+        lines = [
+            f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}"
+            for k, v in seen.items()
+            if k in KEPT
+        ]
         GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     golden = json.loads(GOLDEN.read_text())
-    assert sorted(seen) == sorted(golden)
-    for name, figure in json.loads(json.dumps(seen)).items():
-        assert figure == golden[name], name
+    assert sorted(golden) == sorted(KEPT)
+    for name, figure in golden.items():
+        assert json.loads(json.dumps(seen[name])) == figure, name

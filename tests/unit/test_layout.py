@@ -45,17 +45,6 @@ def test_a_long_module_and_a_long_function_are_found(tmp_path: Path) -> None:
     assert [Path(name).stem for name in found] == ["a", "b"]
 
 
-def test_lines_are_at_most_100_columns_wide() -> None:
-    """Comments for the type checker count too, although the linter excuses them."""
-    wide = [
-        f"{file}:{number}"
-        for file, lines in lines_by_file(*PACKAGES, "tests", "scripts").items()
-        for number, line in enumerate(lines, 1)
-        if len(line) > 100
-    ]
-    assert wide == []
-
-
 def test_any_is_rare() -> None:
     """Import lines do not count."""
     count = sum(
