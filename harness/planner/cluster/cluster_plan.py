@@ -162,11 +162,7 @@ def plan(
         question,
         goal,
         tuple(
-            _with_energy(
-                _candidate(question, result, int(row), float(seconds[row]), price_per_hour),
-                used,
-                int(row),
-            )
+            _candidate(question, result, int(row), float(seconds[row]), price_per_hour, used)
             for row in best[:top]
         ),
         len(layouts),
@@ -206,6 +202,7 @@ def _candidate(
     row: int,
     seconds: float,
     price_per_hour: float | None,
+    energies: tuple[Floats, Floats] | None,
 ) -> ClusterCandidate:
     layout, memory = result.layouts[row], result.memory
     parts = {name: float(getattr(result.time, name)[row]) for name in PART_WORDS}
@@ -218,6 +215,10 @@ def _candidate(
     price = None
     if price_per_hour is not None:
         price = price_per_hour * question.devices / 3600 / rate * 1e9
+    joules = joules_low = joules_high = None
+    if energies is not None:
+        joules, wide_energy = float(energies[0][row]), float(np.exp(energies[1][row]))
+        joules_low, joules_high = joules / wide_energy, joules * wide_energy
     return ClusterCandidate(
         layout=layout,
         strategy=strategy_of(layout),
@@ -236,17 +237,9 @@ def _candidate(
         fits=float(result.fits[row]),
         doublings_beyond=float(result.beyond[row]),
         price=price,
-    )
-
-
-def _with_energy(
-    candidate: ClusterCandidate, used: tuple[Floats, Floats] | None, row: int
-) -> ClusterCandidate:
-    if used is None:
-        return candidate
-    joules, wide = float(used[0][row]), float(np.exp(used[1][row]))
-    return dataclasses.replace(
-        candidate, joules_per_token=joules, joules_low=joules / wide, joules_high=joules * wide
+        joules_per_token=joules,
+        joules_low=joules_low,
+        joules_high=joules_high,
     )
 
 
