@@ -11,11 +11,11 @@ import ast
 import html
 import itertools
 import textwrap
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 import grimp
+import networkx
 from importlinter import api
 
 ROOT = Path(__file__).parents[1]
@@ -35,33 +35,19 @@ def package_of(module: str) -> str:
     return parts[1] if parts[0] == "harness" and len(parts) > 1 else parts[0]
 
 
-def imports() -> dict[str, set[str]]:
-    """Returns the packages that each package imports, even if only for types."""
+def edges() -> dict[str, set[str]]:
+    """Returns the packages that each package imports, even if only for types, without those that
+    follow from others."""
     graph = grimp.build_graph("bench", "harness", "reports", cache_dir=None)
-    imports: dict[str, set[str]] = defaultdict(set)
-    for module in sorted(graph.modules):
-        for imported in graph.find_modules_directly_imported_by(module):
-            pair = package_of(module), package_of(imported)
-            if pair[0] != pair[1] and "harness" not in pair:
-                imports[pair[0]].add(pair[1])
-    return imports
-
-
-def without_shortcuts(edges: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Returns the transitive reduction: edges that no longer path implies."""
-
-    def reached(package: str) -> set[str]:
-        direct = edges.get(package, set())
-        return direct.union(*(reached(target) for target in direct))
-
-    return {
-        package: {
-            target
-            for target in targets
-            if not any(target in reached(other) for other in targets - {target})
-        }
-        for package, targets in edges.items()
-    }
+    packages = networkx.DiGraph(
+        (package_of(module), package_of(imported))
+        for module in graph.modules
+        for imported in graph.find_modules_directly_imported_by(module)
+    )
+    packages.remove_edges_from([edge for edge in packages.edges if len(set(edge)) == 1])
+    packages.remove_nodes_from(["harness"])
+    reduced = networkx.transitive_reduction(packages)
+    return {package: set(reduced[package]) for package in reduced if reduced[package]}
 
 
 def layers() -> list[list[str]]:
@@ -198,14 +184,14 @@ path.tip { fill: #556; stroke: none; marker-end: none }
 
 
 def picture() -> str:
-    edges = without_shortcuts(imports())
-    boxes = placed(edges)
+    arrows_of = edges()
+    boxes = placed(arrows_of)
     inside = [box for box in boxes.values() if box.name not in ("bench", "reports")]
     taken: list[float] = []
     arrows = [
         _arrow(boxes[source], boxes[target], boxes, taken)
-        for source in sorted(edges)
-        for target in sorted(edges[source])
+        for source in sorted(arrows_of)
+        for target in sorted(arrows_of[source])
     ]
     left = min([box.x - WIDTH / 2 for box in inside] + taken) - GAP
     right = max(box.x for box in inside) + WIDTH / 2 + GAP

@@ -21,15 +21,8 @@ def test_the_picture_is_that_of_the_code(update: bool) -> None:
     assert before == wanted, "redraw it: pytest tests/unit/test_architecture.py --update"
 
 
-def test_only_arrows_that_follow_from_others_are_left_out() -> None:
-    edges = {"a": {"b", "c", "d"}, "b": {"c"}, "c": {"d"}}
-    assert architecture.without_shortcuts(edges) == {"a": {"b"}, "b": {"c"}, "c": {"d"}}
-    forked = {"a": {"b", "c"}, "b": {"d"}, "c": {"d"}}
-    assert architecture.without_shortcuts(forked) == forked
-
-
 def test_every_package_has_its_box_and_all_arrows_go_down() -> None:
-    edges = architecture.without_shortcuts(architecture.imports())
+    edges = architecture.edges()
     boxes = architecture.placed(edges)
     assert boxes.keys() == edges.keys() | {name for targets in edges.values() for name in targets}
     for source, targets in edges.items():
@@ -37,9 +30,7 @@ def test_every_package_has_its_box_and_all_arrows_go_down() -> None:
 
 
 def test_no_two_boxes_overlap() -> None:
-    boxes = list(
-        architecture.placed(architecture.without_shortcuts(architecture.imports())).values()
-    )
+    boxes = list(architecture.placed(architecture.edges()).values())
     for one in boxes:
         for other in boxes:
             if one is not other and one.row == other.row:
