@@ -121,7 +121,8 @@ def _planned_baseline(cells: Sequence[Cell], chosen: Choice | None = None) -> Ce
 
 
 FURTHER_SHARE = 0.25
-"""Time for further rounds, as a fraction of the planned ones', without a time budget."""
+"""Time for further rounds, as a fraction of the time of the planned rounds, if a run has no time
+budget."""
 
 
 def worth_launching(

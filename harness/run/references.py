@@ -80,41 +80,53 @@ class ReferenceRuns:
             key = reference_key(cell)
             if key not in references:
                 references[key] = reference_of(cell)
-                self._complete(launcher, cell, references[key], announce)
+                if not references[key].exists:
+                    self._train(launcher, cell, references[key], announce)
+                if references[key].exists:
+                    self._learn_noise(launcher, cell, references[key], announce)
             if references[key].exists:
                 self._learn_no_exchange(launcher, cell, references[key], announce)
         return references
 
-    def _complete(
+    def _train(
         self,
         launcher: LauncherProtocol,
         cell: Cell,
         reference: Reference,
         announce: Callable[[str], None],
     ) -> None:
-        data, training = _data_of(cell), reference_cell(cell)
-        if not reference.exists:
-            announce(
-                f"reference run of {cell.workload}, batch {cell.global_batch}, {cell.optimizer}"
-            )
-            # One GPU already takes long for a batch meant for eight.
-            spare = SPARE_STEPS if cell.device == "cpu" else 1.0
-            longer = _with_steps(training, math.ceil(spare * training.total_steps))
-            outcome = _launch(launcher, longer, data, reference_output=reference.folder)
-            if outcome.status != "ok":
-                self.failures[reference.folder] = (
-                    f"the reference run ended {outcome.status}: {outcome.reason}"
-                )
-            elif known := _losses_of(outcome):
-                reference.note_losses(known)
-        if is_noisy(training) and reference.exists and reference.noise is None:
-            announce("second reference run, with samples split or reordered, to measure rounding")
-            again = rounded_differently(training, data)
-            outcome = _launch(launcher, *again, reference=reference.folder)
-            if outcome.status == "ok" and (found := outcome.trained[0].deviations):
-                losses = mean_losses([[step.loss for step in outcome.trained[0].steps]])
-                if noise := noise_of(losses, found, reference.facts["losses"]):
-                    reference.note(noise)
+        announce(f"reference run of {cell.workload}, batch {cell.global_batch}, {cell.optimizer}")
+        training = reference_cell(cell)
+        # A GPU takes no spare steps: the reference alone trains a batch meant for all GPUs.
+        spare = SPARE_STEPS if cell.device == "cpu" else 1.0
+        longer = _with_steps(training, math.ceil(spare * training.total_steps))
+        outcome = _launch(launcher, longer, _data_of(cell), reference_output=reference.folder)
+        if outcome.status != "ok":
+            reason = f"the reference run ended {outcome.status}: {outcome.reason}"
+            self.failures[reference.folder] = reason
+        elif losses := _losses_of(outcome):
+            reference.note_losses(losses)
+
+    def _learn_noise(
+        self,
+        launcher: LauncherProtocol,
+        cell: Cell,
+        reference: Reference,
+        announce: Callable[[str], None],
+    ) -> None:
+        """Trains the reference again with other rounding, if its losses and parameters depend on
+        rounding and it is not measured yet."""
+        training = reference_cell(cell)
+        if reference.noise is not None or not is_noisy(training):
+            return
+        announce("second reference run, with samples split or reordered, to measure rounding")
+        again, data = rounded_differently(training, _data_of(cell))
+        outcome = _launch(launcher, again, data, reference=reference.folder)
+        if outcome.status != "ok" or not (deviations := outcome.trained[0].deviations):
+            return
+        losses = mean_losses([[step.loss for step in outcome.trained[0].steps]])
+        if noise := noise_of(losses, deviations, reference.facts["losses"]):
+            reference.note(noise)
 
     def _learn_no_exchange(
         self,

@@ -96,10 +96,11 @@ class Runner:
     """Number of this runner's share of the cells, and number of shares."""
     measure_gpu: Callable[[], SpeedMeasurement] = measure_apart
     baseline: Choice | None = None
-    """Accepts cells that others are compared with; None: DDP, else the single process."""
+    """Accepts the cells that others are compared with. None accepts DDP, or else the single
+    process."""
     _budget: TimeBudget = field(init=False)
     _recorded: list[TrialRecord] | None = None
-    """This run's trials; None before the first further round."""
+    """Trials of this run. None before the first further round."""
     _heats: InterleavedLauncher | None = None
     _given_up: dict[str, str] = field(default_factory=dict)
     _references: ReferenceRuns = field(default_factory=ReferenceRuns)
