@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -205,23 +204,6 @@ def test_cells_side_by_side(table: Page, reference: Results) -> None:
     assert side.count() == 0
 
 
-def test_dark_and_light(opened: Open) -> None:
-    grounds = {}
-    for scheme in ("light", "dark"):
-        page = opened(color_scheme=scheme).page
-        grounds[scheme] = page.evaluate(
-            "() => [getComputedStyle(document.body).backgroundColor,"
-            " getComputedStyle(document.body).color].map(c => c.match(/\\d+/g).slice(0,"
-            " 3).reduce((a, b) => a + Number(b), 0))"
-        )
-    ground, ink = grounds["light"]
-    assert ground > 600
-    assert ink < 200
-    ground, ink = grounds["dark"]
-    assert ground < 120
-    assert ink > 600
-
-
 @pytest.mark.parametrize("width", [375, 768, 1280])
 def test_no_sideways_scroll(opened: Open, width: int) -> None:
     page = opened(width=width, height=800).page
@@ -241,16 +223,6 @@ def test_axe_finds_no_serious_fault(opened: Open, scheme: str, width: int) -> No
     assert serious_faults(page) == []
 
 
-def test_print(opened: Open) -> None:
-    page = opened().page
-    page.emulate_media(media="print")
-    for hidden in (".filters", "nav", "#all input"):
-        assert not page.locator(hidden).first.is_visible()
-    assert page.evaluate("() => document.documentElement.scrollWidth") <= 1280
-    pages = page.pdf(prefer_css_page_size=True).count(b"/Type /Page\n")
-    assert 5 < pages < 120
-
-
 def test_every_number_shown_is_the_recorded_one(opened: Open, reference: Results) -> None:
     """The whole table in the browser has the recorded values in full precision."""
     page, table = opened().page, cells(reference.trials).set_index("cell_id")
@@ -266,16 +238,3 @@ def test_every_number_shown_is_the_recorded_one(opened: Open, reference: Results
                 assert float(value) == table.loc[cell, field], (cell, field)
                 checked += 1
     assert checked > 10 * table["ranked"].sum()
-
-
-def test_a_filter_answers_within_200_ms(table: Page) -> None:
-    page = table
-    took = []
-    for word in ("ddp", "fsdp2", "", "zero"):
-        began = time.perf_counter()
-        page.get_by_label("Search").fill(word)
-        page.evaluate(
-            "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
-        )
-        took.append(time.perf_counter() - began)
-    assert sorted(took)[1] < 0.2 * 5, "five times the target, on a busy machine"

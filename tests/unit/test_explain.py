@@ -28,7 +28,7 @@ from harness.spec.cell import Cell
 from harness.spec.errors import UsageError
 from harness.strategy.job import TrainState
 from harness.worker.rank_answer import ProfiledAnswer, RankAnswer
-from harness.worker.rank_profile import events_of, replaced, training_thread
+from harness.worker.rank_profile import events_of, training_thread
 from tests.unit.stored_trials import one_cell_run
 
 
@@ -344,21 +344,6 @@ def test_the_peak_of_a_step_by_hand() -> None:
         split[kind]
         for kind in ("parameters", "gradients", "optimizer", "activations", "library", "other")
     )
-
-
-def test_replaced_methods_are_restored() -> None:
-    class Owner:
-        def say(self) -> str:
-            return "own"
-
-    one = Owner()
-    with (
-        replaced(one, "say", lambda method: lambda: method() + " wrapped"),
-        replaced(Owner, "say", lambda method: lambda self: "class"),
-    ):
-        assert (one.say(), Owner().say()) == ("own wrapped", "class")
-    assert vars(one) == {}
-    assert Owner().say() == "own"
 
 
 def answer(rank: int, own: float, wait: float, **more: Any) -> RankAnswer:

@@ -297,6 +297,7 @@ def ask(*words: str) -> tuple[int, str]:
     return commands.ask(report, *words)
 
 
+@pytest.mark.slow
 def test_command_writes_each_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(tmp_path / "results", typical())
     monkeypatch.chdir(tmp_path)

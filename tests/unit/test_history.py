@@ -78,6 +78,7 @@ def test_equal_runs_have_no_change(value: float) -> None:
         assert change_points([value] * runs, 0.01) == []
 
 
+@pytest.mark.slow
 def test_series_without_a_change_are_marked_at_most_at_the_stated_rate() -> None:
     """Simulates 2000 series of several lengths, with 1 and 5 % noise, with and without outliers."""
     rng = random.Random(7)
