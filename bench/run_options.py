@@ -254,7 +254,15 @@ def taking(
         def call(*args: P.args, **options: P.kwargs) -> Returned:
             return function(record(*args, **options))
 
-        vars(call)["__signature__"] = inspect.signature(record)
+        signature, hints = inspect.signature(record), _hints(record)
+        parameters = [
+            parameter.replace(annotation=hints[name].__origin__)
+            if hasattr(hints[name], "__metadata__")
+            else parameter
+            for name, parameter in signature.parameters.items()
+        ]
+        returned = inspect.signature(function).return_annotation
+        vars(call)["__signature__"] = inspect.Signature(parameters, return_annotation=returned)
         return call
 
     return decorated
@@ -292,9 +300,10 @@ def command(run: Callable[[CommandOptions], None]) -> Callable[..., None]:
     return call
 
 
-def _hints() -> dict[str, Any]:
-    # Importing cells would slow every command down.
-    return get_type_hints(CommandOptions, localns={"Cell": object}, include_extras=True)
+def _hints(record: object = CommandOptions) -> dict[str, Any]:
+    # Importing these types would slow every command down.
+    unknown = {"Cell": object, "ProgressListener": object}
+    return get_type_hints(record, localns=unknown, include_extras=True)
 
 
 def _default(name: str) -> Any:
@@ -308,10 +317,11 @@ def command_line(**given: object) -> list[str]:
     hints = _hints()
     words: list[str] = []
     for name, value in given.items():
-        names = hints[name].__metadata__[0].param_decls
+        # Typer's Option takes the first name of an annotated parameter as its default.
+        option = str(hints[name].__metadata__[0].default)
         if isinstance(value, bool):
-            words += [] if value else [names[0].partition("/")[2]]
+            words += [] if value else [option.partition("/")[2]]
         elif value:
             for item in value if isinstance(value, list) else [value]:
-                words += [names[0], str(item)]
+                words += [option, str(item)]
     return words

@@ -169,7 +169,7 @@ def test_default_trials(benchmark: BenchmarkFixture, ratio: Ratio, launcher: Lau
     count_verdicts(separate(launcher), DEFAULT_TRIALS, benchmark, ratio, "one after the other", "")
 
 
-@pytest.mark.timeout(120 + 120 * COMPARISONS)
+@pytest.mark.timeout(120 + 240 * COMPARISONS)
 @pytest.mark.benchmark(group="verdicts: all rounds of all comparisons")
 def test_heats(
     benchmark: BenchmarkFixture,
