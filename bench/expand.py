@@ -12,9 +12,10 @@ from bench.host import Host, UnsuitableData, admit_here
 from bench.matrix import Axes, Matrix, Rule, Sizes, parse_bytes, parse_changes, read_matrix
 from bench.select import keep
 from harness.record.plan import LeftOut
-from harness.run.expected import GIB, device_bytes, time_limit_seconds
+from harness.run.expected import time_limit_seconds
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, Unavailable, UsageError, first_error
+from harness.strategy.peak_memory import CONTEXT_BYTES, peak_bytes
 from harness.strategy.registry import make_strategy, with_defaults
 from harness.workloads import make_workload
 from harness.workloads.catalog import split_name
@@ -98,12 +99,12 @@ def cells_of(matrix: str, settings: Sequence[str]) -> list[Cell]:
 
 
 def _require_fit(cell: Cell, host: Host) -> None:
-    need = device_bytes(cell)
+    need = peak_bytes(cell) + CONTEXT_BYTES
     there = host.memory_bytes / (cell.devices if cell.device == "cpu" else 1)
     if need > there:
         raise Refused(
-            f"needs about {need / GIB:.1f} GiB per device by its formulas, but a device has"
-            f" {there / GIB:.1f} GiB"
+            f"needs about {need / 2**30:.1f} GiB per device by its formulas, but a device has"
+            f" {there / 2**30:.1f} GiB"
         )
 
 

@@ -126,6 +126,13 @@ class Matrix(Sizes):
         return self.rule(host).trials or self.trials
 
 
+class SearchMatrix(Matrix):
+    """Strategies whose largest size `bench maxsize` searches."""
+
+    order: list[list[str]] = Field(default_factory=list)
+    """Chains of cell labels in the order that theory predicts."""
+
+
 AnyMatrix = TypeVar("AnyMatrix", bound=Matrix)
 
 

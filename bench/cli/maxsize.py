@@ -207,19 +207,12 @@ class SearchRequest:
 
 
 def _plan(request: SearchRequest, strategies: list[str], changes: Axes) -> Plan:
-    from pydantic import Field
-
     from bench.expand import expand
     from bench.host import Host
-    from bench.matrix import Matrix, read_as
+    from bench.matrix import SearchMatrix, read_as
     from harness.run.maxsize import plan_of, token_step
 
-    class Families(Matrix):
-        """Matrix, and chains of cell labels in the order that theory predicts."""
-
-        order: list[list[str]] = Field(default_factory=list)
-
-    read = read_as(str(request.file), Families)
+    read = read_as(str(request.file), SearchMatrix)
     host = Host.here()
     many, budget = request.ranks or host.many, request.budget_on(host)
     workloads = request.workloads(budget, many)

@@ -12,9 +12,11 @@ from bench.cli.options import Batch, Devices, Json, Precision, Seq, Workload
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from harness.planner.rehearsal.allocator import AllocatedMemory
     from harness.planner.rehearsal.rehearse import Rehearsal
     from harness.spec.cell import Cell
+
+Answer: TypeAlias = "tuple[Cell, Rehearsal | None, str]"
+"""A cell, and its rehearsal or the reason why its memory is unknown."""
 
 Strategies: TypeAlias = Annotated[
     list[str],
@@ -47,9 +49,6 @@ Ranks: TypeAlias = Annotated[
 EveryBlock: TypeAlias = Annotated[
     bool, typer.Option("--every-block", help="Rehearse every block; do not extrapolate.")
 ]
-Measure: TypeAlias = Annotated[
-    bool, typer.Option("--measure", help="Also train on this machine, and compare.")
-]
 
 
 def rehearse(
@@ -63,7 +62,6 @@ def rehearse(
     optimizer: Optimizer = "adamw",
     rank: Ranks = None,
     every_block: EveryBlock = False,
-    measured: Measure = False,
     json_output: Json = False,
 ) -> None:
     """Find the memory that training needs by running its code without data.
@@ -71,7 +69,7 @@ def rehearse(
     Example: [bold]python -m bench rehearse ddp fsdp2 --workload llama-7b --devices 64 --batch
     64[/bold]
     """
-    from harness.planner.rehearsal.allocator import measure
+    from harness.spec.errors import UsageError
 
     common = {
         "workload": workload,
@@ -83,28 +81,28 @@ def rehearse(
         "optimizer": optimizer,
     }
     cells = [_cell(word, common) for word in strategies]
-    rehearsals: list[Rehearsal] = []
-    real: list[Sequence[AllocatedMemory]] = []
-    for cell in cells:
-        rehearsals.append(_rehearsed(cell, rank or (), every_block))
-        if measured:
-            real.append(measure([cell])[0])
+    answers = [(cell, *_rehearsed(cell, rank or (), every_block)) for cell in cells]
+    if not any(rehearsal for _, rehearsal, _ in answers):
+        raise UsageError("; ".join(dict.fromkeys(reason for *_, reason in answers)))
     if json_output:
-        print(json.dumps([_document(r, real[i : i + 1]) for i, r in enumerate(rehearsals)]))
+        print(json.dumps([_document(*answer) for answer in answers]))
         return
-    _show(rehearsals, real)
+    _show(answers)
 
 
-def _rehearsed(cell: Cell, ranks: Sequence[int], every_block: bool) -> Rehearsal:
+def _rehearsed(cell: Cell, ranks: Sequence[int], every_block: bool) -> tuple[Rehearsal | None, str]:
+    """Returns the rehearsal, or why the cell's memory is unknown."""
     from harness.planner.rehearsal.rehearse import rehearse as rehearse_cell
     from harness.planner.rehearsal.world import quiet
     from harness.spec.errors import Refused, Unavailable, UsageError
 
     try:
         with quiet():
-            return rehearse_cell(cell, ranks, every_block)
+            return rehearse_cell(cell, ranks, every_block), ""
+    except UsageError as reason:
+        return None, str(reason)
     except (Refused, Unavailable) as reason:
-        raise UsageError(f"{cell.name} cannot be rehearsed: {reason}") from None
+        return None, f"{cell.name} cannot be rehearsed: {reason}"
 
 
 def _cell(word: str, common: dict[str, object]) -> Cell:
@@ -124,52 +122,45 @@ def _cell(word: str, common: dict[str, object]) -> Cell:
     return cell if options is None else with_options(cell, options)
 
 
-def _document(rehearsal: Rehearsal, real: Sequence[Sequence[AllocatedMemory]]) -> dict[str, object]:
+def _document(cell: Cell, rehearsal: Rehearsal | None, reason: str) -> dict[str, object]:
+    fullest = rehearsal.fullest if rehearsal else None
     return {
-        "cell": rehearsal.cell.model_dump(mode="json"),
-        "fullest_rank": rehearsal.fullest.rank,
-        "peak_bytes": rehearsal.fullest.peak_bytes,
-        "ranks": [asdict(rank) for rank in rehearsal.ranks],
-        "measured": [asdict(rank) for ranks in real for rank in ranks] if real else None,
+        "cell": cell.model_dump(mode="json"),
+        "fullest_rank": fullest and fullest.rank,
+        "peak_bytes": fullest and fullest.peak_bytes,
+        "ranks": [asdict(rank) for rank in rehearsal.ranks] if rehearsal else [],
+        "unknown": reason or None,
     }
 
 
-def _show(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemory]]) -> None:
+def _show(answers: Sequence[Answer]) -> None:
     from rich.markup import escape
 
     from bench.cli import terminal
 
     console = terminal.console()
-    console.print(_table(rehearsals, real))
-    for rehearsal in rehearsals:
-        fullest = rehearsal.fullest
-        blocks = ", ".join(map(str, fullest.rehearsed_blocks))
-        how = f"extrapolated from {blocks} blocks" if len(fullest.rehearsed_blocks) > 1 else "whole"
-        seconds = sum(rank.seconds for rank in rehearsal.ranks)
-        late = fullest.backend_buffer_bytes
-        more = f"; up to {_size(late)} more if gloo's threads free memory late" if late else ""
-        console.print(
-            escape(
-                f"{rehearsal.cell.name}: fullest in phase {fullest.peak_phase},"
+    console.print(_table(answers))
+    for cell, rehearsal, reason in answers:
+        text = reason
+        if rehearsal:
+            fullest = rehearsal.fullest
+            blocks = ", ".join(map(str, fullest.rehearsed_blocks))
+            how = f"extrapolated from {blocks} blocks" if "," in blocks else "whole"
+            seconds = sum(rank.seconds for rank in rehearsal.ranks)
+            late = fullest.backend_buffer_bytes
+            more = f"; up to {_size(late)} more if gloo's threads free memory late" if late else ""
+            text = (
+                f"{cell.name}: fullest in phase {fullest.peak_phase},"
                 f" {fullest.peak_block}{more}; model {how}; {terminal.duration(seconds)}"
             )
-        )
-    for rehearsal, ranks in zip(rehearsals, real, strict=False):
-        freed_late = max(rank.largest_peak_bytes - rank.peak_bytes for rank in ranks)
-        if freed_late > 0.001 * rehearsal.fullest.peak_bytes:
-            console.print(
-                escape(
-                    f"{rehearsal.cell.name}: measured values are each rank's smallest peak; in"
-                    f" other steps, gloo's threads freed up to {_size(freed_late)} late"
-                )
-            )
+        console.print(escape(text))
     console.print(
         "Memory of tensors as torch's allocator counts it, without fragmentation, the Python"
         " process, the GPU context and kernel workspaces."
     )
 
 
-def _table(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMemory]]) -> Table:
+def _table(answers: Sequence[Answer]) -> Table:
     from rich.markup import escape
 
     from bench.cli import terminal
@@ -177,20 +168,15 @@ def _table(rehearsals: Sequence[Rehearsal], real: Sequence[Sequence[AllocatedMem
     title = "memory of a rank's tensors at the peak of a step"
     columns = ["rank", "peak", "parameters", "gradients", "optimizer", "activations", "buffers"]
     columns += ["temporaries", "set-up peak", "between steps"]
-    columns += ["measured", "error"] if real else []
     table = terminal.table(title, "strategy", *columns)
-    for number, rehearsal in enumerate(rehearsals):
+    for cell, rehearsal, _ in answers:
+        if rehearsal is None:
+            table.add_row(escape(cell.label), "-", "unknown")
+            continue
         for rank in rehearsal.ranks:
-            split = rank.at_peak
-            sizes = [*asdict(split).values(), rank.setup_peak_bytes, rank.kept_bytes]
-            measured = [m.peak_bytes for m in (real[number] if real else ()) if m.rank == rank.rank]
-            table.add_row(
-                escape(rehearsal.cell.label),
-                str(rank.rank),
-                *(_size(size) for size in (rank.peak_bytes, *sizes)),
-                *(_size(size) for size in measured),
-                *(f"{rank.peak_bytes / size - 1:+.2%}" for size in measured),
-            )
+            sizes = [rank.peak_bytes, *asdict(rank.at_peak).values()]
+            sizes += [rank.setup_peak_bytes, rank.kept_bytes]
+            table.add_row(escape(cell.label), str(rank.rank), *map(_size, sizes))
     return table
 
 

@@ -80,13 +80,9 @@ def headline_as_json(headline: PlannedHeadline) -> dict[str, object]:
 
 
 def show_inputs(out: Console, device: str) -> None:
-    from harness.run.expected import CONTEXT_SECONDS, CPU, GPU
+    from harness.run.expected import CPU, GPU
 
-    inputs = (
-        dataclasses.asdict(GPU) | {"context_seconds": CONTEXT_SECONDS}
-        if device == "cuda"
-        else dataclasses.asdict(CPU)
-    )
+    inputs = dataclasses.asdict(GPU if device == "cuda" else CPU)
     out.print(
         "predicted from: "
         + ", ".join(f"{name} {value:g}" for name, value in inputs.items())

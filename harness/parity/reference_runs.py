@@ -20,7 +20,6 @@ from harness.strategy.base import Emulation
 from harness.strategy.registry import NO_EXCHANGE, batches_normalised, make_strategy
 from harness.strategy.whole_state import MOMENTS_UP_TO
 from harness.workloads import DataSource, make_workload, prepare_data
-from harness.workloads.catalog import split_name
 from harness.workloads.counts import model_facts
 
 MICRO_BATCH_TOKENS = 2048
@@ -32,8 +31,6 @@ IN_USE_SECONDS = 3600.0
 """Seconds without use before eviction, because another run may need the reference."""
 NOISE_TOKENS = 8192
 """Largest batch, in tokens, that runs again to measure noise."""
-CONTEXT_BYTES = 2**30
-"""Approximate GPU memory of CUDA's context and kernels."""
 
 
 def reference_cell(cell: Cell) -> Cell:
@@ -173,7 +170,7 @@ def mark_used(reference: Reference) -> None:
 
 def kept_bytes(cell: Cell) -> int:
     """Returns the disk bytes of a cell's reference."""
-    facts = model_facts(make_workload(cell.workload), cell.sequence_length)
+    facts = model_facts(make_workload(cell.workload))
     with_moments = facts.trained_bytes <= MOMENTS_UP_TO
     tensors = 1 + (cell.moments if with_moments else 0)
     # AdamW's reference also keeps the end of a replay ahead (harness/worker/rewind.py).
@@ -184,23 +181,6 @@ def kept_bytes(cell: Cell) -> int:
 def _copies(reference: Cell) -> int:
     strategy = make_strategy(reference)
     return strategy.emulated_ranks if isinstance(strategy, Emulation) else 1
-
-
-def memory_bytes(reference: Cell) -> int:
-    """Returns an upper bound on a reference run's GPU memory: model states, and the larger of
-    activations and optimizer temporaries (4 bytes per parameter)."""
-    from harness.workloads.operators import activation_bytes
-
-    workload, base = (
-        make_workload(reference.workload),
-        make_workload(split_name(reference.workload)[0]),
-    )
-    facts = model_facts(workload, reference.sequence_length)
-    moments = reference.moments
-    states = facts.parameter_bytes + (1 + moments) * facts.trained_bytes + facts.buffer_bytes
-    samples = reference.global_batch // reference.micro_batches
-    activations = samples * activation_bytes(base, 1, reference.sequence_length)
-    return CONTEXT_BYTES + _copies(reference) * states + max(activations, facts.trained_bytes)
 
 
 def limit_bytes() -> int:

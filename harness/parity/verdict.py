@@ -391,7 +391,7 @@ def verdict_of(
         losses,
         reference_losses,
         ranks,
-        model_facts(workload, cell.sequence_length).trainable,
+        model_facts(workload).trainable,
         allowed,
         workload.split.tied if workload.split else None,
         noise,

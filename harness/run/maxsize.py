@@ -16,23 +16,21 @@ from harness.launch.launcher import LauncherProtocol
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import reference_cell
 from harness.record.plan import (
-    KINDS,
     MATRIX,
     NOT_A_SIZE_LIMIT,
     LeftOut,
     Plan,
     SearchPlan,
     cell_at_size,
-    steps_of,
 )
 from harness.record.store import TrialKey
 from harness.record.trial import TrialRecord
 from harness.run.rows import left_out_record
 from harness.run.runner import ProgressListener, Runner
-from harness.spec.cell import Cell
-from harness.strategy.registry import make_strategy
+from harness.spec.cell import BASELINE, Cell
+from harness.strategy.peak_memory import activation_bytes, peak_bytes, states_by_formula
 from harness.workloads import make_workload, prepare_data
-from harness.workloads.counts import model_facts, parameters_of
+from harness.workloads.counts import parameters_of
 
 MOST_STEPS = 4096
 
@@ -104,72 +102,32 @@ class Prediction:
 def token_step(workload: str, ranks: int, budget: int) -> int:
     """Returns a search's token step: about 1 % of the tokens that fill the budget, and a multiple
     of twice the ranks."""
-    from harness.workloads.operators import activation_bytes
-
-    model, few = make_workload(workload), 2 * ranks
-    short, long = (activation_bytes(model, 1, n * few * 16) for n in (1, 2))
+    few = 2 * ranks
+    cell = Cell(strategy=BASELINE, workload=workload, global_batch=1)
+    short, long = (activation_bytes(cell_at_size(cell, n, few * 16)) for n in (1, 2))
     each = (long - short) / (few * 16)
     return few * max(1, round(budget / each / 100 / few))
 
 
-def formula(cell: Cell, activations: tuple[int, int], tokens: int = 0) -> dict[str, float] | None:
-    """Returns the fullest rank's bytes at the peak of a step; None without a formula.
-
-    Adds the larger of activations and temporary memory to the states, since gradients grow as
-    activations are freed (ZeRO, arXiv 1910.02054, section 3). With recomputation, one block's
-    activations remain until the last gradient. From the second micro-batch on, all gradients exist,
-    so both are added. `activations`: see Prediction; `tokens`: see `cell_at_size`.
-    """
-    strategy, workload = make_strategy(cell), make_workload(cell.workload)
-    layout = strategy.layout(cell.devices)
-    # Only the model's sizes are used, which are equal at any sequence length.
-    facts = model_facts(workload, tokens or cell.sequence_length)
-    states = strategy.costs.states(cell, layout, facts)
-    if states is None:
-        return None
-    kept = activations[0] + (steps_of(cell, tokens) - 1) * activations[1]
-    extra = max(states.transient, float(kept))
-    if (cell.micro_batches > 1 or layout.pipeline > 1) and not states.gradients:
-        extra = states.transient + kept
-    elif cell.recompute != "none" and not states.gradients and not tokens:
-        extra = max(extra, activations[0] + states.transient)
-    kinds = {kind: float(getattr(states, kind)) for kind in KINDS}
-    return {
-        **kinds,
-        "transient": states.transient,
-        "activations": float(kept),
-        "total": states.total + extra,
-    }
-
-
 def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
     """Predicts the largest size that fits the budget. `cell`: at one search step."""
-    strategy = make_strategy(cell)
-    layout = strategy.layout(cell.devices)
 
-    def held(steps: int) -> int:
-        probe = cell_at_size(cell, steps, tokens)
-        workload = make_workload(probe.workload)
-        known = strategy.costs.activation_bytes(probe, layout, workload)
-        if known is None:
-            unsplit = replace(layout, pipeline=1, tensor=1)
-            known = strategy.costs.counted_activations(probe, unsplit, workload)
-        return int(known)
+    def after(steps: int) -> Cell:
+        return cell_at_size(cell, steps, tokens)
 
-    activations = (held(1), held(2) - held(1))
+    first, second = (int(activation_bytes(after(steps))) for steps in (1, 2))
+    activations = (first, second - first)
 
     def fits(steps: int) -> bool:
-        needed = formula(cell_at_size(cell, steps, tokens), activations, tokens)
-        return needed is not None and needed["total"] <= budget
+        held = activations[0] + (steps - 1) * activations[1]
+        return peak_bytes(after(steps), held) <= budget
 
-    known = formula(cell, activations, tokens) is not None
-    steps = largest(fits, 64, most_steps(cell, tokens))[0] if known else None
+    by_formula = states_by_formula(cell) is not None
+    steps = largest(fits, 64, most_steps(cell, tokens))[0] if by_formula else None
     if tokens:
         return Prediction(tokens, steps, steps and steps * tokens, activations)
-    step = parameters_of(cell_at_size(cell, 2)) - parameters_of(cell)
-    return Prediction(
-        step, steps, parameters_of(cell_at_size(cell, steps)) if steps else steps, activations
-    )
+    step = parameters_of(after(2)) - parameters_of(cell)
+    return Prediction(step, steps, steps and parameters_of(after(steps)), activations)
 
 
 def most_steps(cell: Cell, tokens: int = 0) -> int:
@@ -197,17 +155,13 @@ def plan_of(
             "activations": list(prediction.activations),
         }
     plan = Plan.new(MATRIX, cells, 1, left_out)
-    return Plan(
-        **{
-            **vars(plan),
-            "search": {
-                "budget": budget,
-                "tokens": tokens,
-                "order": [list(chain) for chain in order],
-                "predicted": predicted,
-            },
-        }
-    )
+    search = {
+        "budget": budget,
+        "tokens": tokens,
+        "order": [list(chain) for chain in order],
+        "predicted": predicted,
+    }
+    return replace(plan, search=search)
 
 
 def first_guess(predicted: SearchPlan, budget: int, tokens: int) -> int:
@@ -311,7 +265,7 @@ class Search:
         return known[-1]
 
     def _verified(self, launcher: LauncherProtocol, cell: Cell, key: TrialKey) -> TrialRecord:
-        if 24 * parameters_of(cell) > available_memory_bytes():
+        if peak_bytes(reference_cell(cell)) > available_memory_bytes():
             return self.runner.run_trial(
                 launcher, cell, key, self.position, None, self.listener.step
             )

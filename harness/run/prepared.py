@@ -21,6 +21,7 @@ from harness.run.expected import has_control
 from harness.spec.cell import Cell
 from harness.spec.training import EXACT, REPLAYED_STEPS
 from harness.strategy.checkpoints import checkpoint_step, saving_cell
+from harness.strategy.peak_memory import states_or_bound
 from harness.strategy.registry import make_strategy, own_command, validate
 from harness.worker.spec import STEPS_IN_A_TURN
 from harness.workloads import make_workload, prepare_data
@@ -114,9 +115,7 @@ class PreparedTrial:
             return "the parity segment has one step"
         if cell.memory_limit_bytes is not None:
             return "its memory is limited"
-        facts = model_facts(self.workload, cell.sequence_length)
-        copies = self.layout.processes // cell.nodes
-        needed = copies * (facts.parameter_bytes + (1 + cell.moments) * facts.trained_bytes)
+        needed = self.layout.processes // cell.nodes * states_or_bound(cell).total
         if needed > MOST_OF_FREE_MEMORY * available_memory_bytes():
             return (
                 f"copies of its state need {needed / 2**30:.1f} GiB of memory, more than"

@@ -90,7 +90,7 @@ class AccelerateEngine(Strategy):
     def deepspeed_config(self, cell: Cell) -> dict[str, object] | None:
         if not self.zero:
             return None
-        sizes = model_facts(make_workload(cell.workload), cell.sequence_length).sizes
+        sizes = model_facts(make_workload(cell.workload)).sizes
         return self.zero.config(cell, self.layout(cell.devices), sizes)
 
     @property

@@ -201,7 +201,7 @@ class ZeroOptions(Strategy):
                 "offloaded states are updated by DeepSpeed's own AdamW; use optimizer adamw, not"
                 f" {cell.optimizer}"
             )
-        sizes = self.partitioned(workload, model_facts(workload, cell.sequence_length)).sizes
+        sizes = self.partitioned(workload, model_facts(workload)).sizes
         if self.on_disk:
             self._check_swapped(cell, workload, sizes)
         check_prebuilt(*["cpu_adam"] * on_cpu, *["async_io"] * self.on_disk)

@@ -217,7 +217,7 @@ def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
     """
     if hook != "powersgd" or cell.device != "cpu":
         return 0
-    return -(-model_facts(workload, cell.sequence_length).trained_bytes // 2**20)
+    return -(-model_facts(workload).trained_bytes // 2**20)
 
 
 def factor_bytes(workload: Workload) -> int:

@@ -51,7 +51,7 @@ class Deepspeed(ZeroOptions):
         return "DeepSpeed stage 0" if plain and cell.precision == "fp32" else None
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        sizes = model_facts(make_workload(cell.workload), cell.sequence_length).sizes
+        sizes = model_facts(make_workload(cell.workload)).sizes
         layout = self.layout(cell.devices)
         config = self.config(cell, layout, sizes, self.folder or "offload")
         on_cpu = cell.device == "cpu" and cell.precision == "fp32"

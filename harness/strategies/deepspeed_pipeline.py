@@ -122,23 +122,12 @@ def count_in_norm(stage: Stage) -> None:
 
 class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        from harness.strategy.formulas import a_stage_each, pipeline_states
+        from harness.strategy.formulas import pipeline_states
         from harness.workloads import make_workload
 
         workload = make_workload(cell.workload)
         buffers = functools.partial(engine_buffers, cell=cell, workload=workload)
-        return pipeline_states(cell, layout, facts, a_stage_each(layout), buffers=buffers)
-
-    def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns bytes of 1F1B's micro-batches in flight and the engine's input copies.
-
-        Agrees with torch's allocator, unlike its memory tracker.
-        """
-        from harness.strategy.formulas import a_stage_each
-        from harness.strategy.pipeline_memory import Engine, held_with_gradients
-
-        engine = Engine("1f1b", copies_inputs=True)
-        return held_with_gradients(cell, layout, workload, a_stage_each(layout), engine)
+        return pipeline_states(cell, layout, facts, self.stages(layout), buffers=buffers)
 
 
 def timed_instructions(engine: PipelineEngine) -> list[tuple[object, str]]:

@@ -80,19 +80,16 @@ class Pipeline(Strategy):
 
 
 class PipelineCosts(CostModel[Pipeline]):
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+    @property
+    def schedule(self) -> Schedule:
+        return self.strategy.schedule
+
+    def stages(self, layout: Layout) -> list[tuple[int, ...]]:
         ranks = layout.pipeline
-        return pipeline_states(
-            cell, layout, facts, [self.strategy._stages_of(r, ranks) for r in range(ranks)]
-        )
+        return [self.strategy._stages_of(rank, ranks) for rank in range(ranks)]
 
-    def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        if self.strategy.schedule in WEIGHTS_APART:
-            return None
-        from harness.strategy.pipeline_memory import Engine, held_with_gradients
-
-        own = [self.strategy._stages_of(rank, layout.pipeline) for rank in range(layout.pipeline)]
-        return held_with_gradients(cell, layout, workload, own, Engine(self.strategy.schedule))
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+        return pipeline_states(cell, layout, facts, self.stages(layout))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Counts hidden states, their gradients and tied gradients.

@@ -14,14 +14,14 @@ from harness.strategies.tensor import tensor_values
 from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.strategy.checkpoints import OF_STAGES
 from harness.strategy.formulas import (
-    a_stage_each,
     dealt_out_states,
     model_states,
     pipeline_states,
     whole_model_states,
 )
-from harness.strategy.schedules import check_micro_batches
+from harness.strategy.schedules import Schedule, check_micro_batches
 from harness.workloads import Workload, make_workload
+from harness.workloads.counts import model_facts
 
 if TYPE_CHECKING:
     from torch import distributed as dist
@@ -136,15 +136,21 @@ class ThreeDCosts(CostModel[ThreeD]):
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
         keeps = functools.partial(axis_states, axis=self.strategy.data_axis, ranks=layout.data)
-        return pipeline_states(cell, layout, facts, a_stage_each(layout), keeps)
+        return pipeline_states(cell, layout, facts, self.stages(layout), keeps)
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.strategy.schedule
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        from harness.strategy.pipeline_memory import Engine, held_with_gradients
-
-        shards = layout.data if self.strategy.data_axis == "fsdp2" else 0
-        reshards = self.strategy.reshards is not False
-        engine = Engine(self.strategy.schedule, layout.tensor, shards, reshards)
-        return held_with_gradients(cell, layout, workload, a_stage_each(layout), engine)
+        """Adds what FSDP2 holds whole until the last micro-batch: gradients, and parameters unless
+        it frees them after forward."""
+        held = self.counted_activations(cell, layout, workload)
+        if self.strategy.data_axis != "fsdp2":
+            return held
+        split = model_facts(workload).trained_bytes / layout.pipeline / layout.tensor
+        whole = 2 if self.strategy.reshards is False else 1
+        return held + split * (whole - 1 / layout.data)
 
 
 def axis_states(cell: Cell, part: ModelFacts, axis: str, ranks: int) -> States:

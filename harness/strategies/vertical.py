@@ -4,7 +4,7 @@ from harness.spec.errors import Refused
 from harness.spec.training import Layout, States, TrainStep
 from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategy.checkpoints import OF_STAGES
-from harness.strategy.formulas import a_stage_each, pipeline_states
+from harness.strategy.formulas import pipeline_states
 from harness.workloads import Workload
 
 
@@ -37,9 +37,4 @@ class Vertical(Strategy):
 
 class VerticalCosts(CostModel[Vertical]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        return pipeline_states(cell, layout, facts, a_stage_each(layout))
-
-    def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        from harness.strategy.pipeline_memory import Engine, held_with_gradients
-
-        return held_with_gradients(cell, layout, workload, a_stage_each(layout), Engine("gpipe"))
+        return pipeline_states(cell, layout, facts, self.stages(layout))

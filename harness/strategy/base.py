@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from harness.spec.cell import Cell
 from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.strategy.job import Job
+from harness.strategy.schedules import FORWARDS_FIRST, Schedule, blocks_of_stage, in_flight
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
@@ -188,23 +189,48 @@ class CostModel(Generic[StrategyT_co]):
         """Returns bytes the fullest rank keeps between steps, with the library's copies."""
         return None
 
+    @property
+    def schedule(self) -> Schedule:
+        """Order of a pipeline's forwards and backwards."""
+        return "1f1b"
+
+    def stages(self, layout: Layout) -> Sequence[tuple[int, ...]]:
+        """Returns the stages of each pipeline rank."""
+        return [(stage,) for stage in range(layout.pipeline)]
+
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns a rank's peak fp32 bytes in a micro-batch's forward, loss and backward, without
-        states and gradients (harness/workloads/operators.py), if known."""
-        if layout.tensor > 1 or layout.pipeline > 1:
+        """Returns a rank's peak bytes in forward, loss and backward of all micro-batches in flight,
+        without states and gradients (harness/workloads/operators.py), if known."""
+        if layout.tensor > 1:
             return None
         return self.counted_activations(cell, layout, workload)
 
     def counted_activations(
         self, cell: Cell, layout: Layout, workload: Workload, sequence_parallel: bool = False
     ) -> float:
-        """Counts activations of a rank's tokens and layers."""
-        from harness.workloads.operators import activation_bytes
+        """Counts activations of a rank's tokens and layers; of the fullest rank in a pipeline."""
+        from harness.workloads.operators import activation_bytes, activations_by_depth
 
         samples = max(1, cell.global_batch // layout.shares // cell.micro_batches)
         tokens = cell.sequence_length // layout.sequence
-        split = {"tensor_ranks": layout.tensor, "sequence_parallel": sequence_parallel}
-        return float(activation_bytes(workload, samples, tokens, cell.recompute, **split))
+        size = (samples, tokens, cell.recompute)
+        split = (cell.precision, layout.tensor, sequence_parallel)
+        if not self.strategy.capabilities.stages:
+            return float(activation_bytes(workload, *size, *split))
+        ends, block, recomputed = activations_by_depth(workload, *size, *split)
+        own, most = self.stages(layout), 0.0
+        count, forwards_first = sum(map(len, own)), self.schedule in FORWARDS_FIRST
+        for rank, stages in enumerate(own):
+            blocks = sum(len(blocks_of_stage(workload.blocks, stage, count)) for stage in stages)
+            forwards = in_flight(self.schedule, rank, len(own), len(stages), cell.micro_batches)
+            held = forwards / len(stages) * blocks * block + recomputed
+            if count - 1 in stages:
+                held += ends * (cell.micro_batches if forwards_first else 1)
+            else:
+                # Gradients of a block's results, where the last stage has the head's.
+                held += (block + recomputed) / 2
+            most = max(most, held)
+        return most
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Returns mean bytes a rank must send per step in its library's collectives (see

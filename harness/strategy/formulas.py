@@ -23,7 +23,7 @@ KEPT_RESULTS = 2
 (DeepSpeed 0.19, runtime/pipe/schedule.py, `num_pipe_buffers`)."""
 
 
-def model_states(cell: Cell, facts: ModelFacts, shards: int = 1) -> States:
+def model_states(cell: Cell, facts: ModelFacts, shards: float = 1) -> States:
     """Returns states of one of `shards` equal shards; module buffers are not sharded. Gradients are
     transient, because zero_grad frees them."""
     return States(
@@ -136,10 +136,6 @@ def facts_of_stages(
 def received_bytes(stage: int, count: int, hidden: float) -> float:
     """Returns bytes of a stage's receive buffers, for all micro-batches."""
     return ((stage > 0) + (stage < count - 1)) * hidden
-
-
-def a_stage_each(layout: Layout) -> list[tuple[int, ...]]:
-    return [(stage,) for stage in range(layout.pipeline)]
 
 
 def pipeline_states(

@@ -37,3 +37,21 @@ def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
             f"schedule {schedule} runs {micro_batches} micro-batches on {ranks} ranks in {rounds}"
             f" rounds, into which they do not divide; use a multiple of {ranks}"
         )
+
+
+def in_flight(schedule: str, rank: int, ranks: int, stages: int, micro_batches: int) -> int:
+    """Returns how many forwards of its stages a rank has run but not taken back, at most.
+
+    1F1B warms up with one forward per further rank; the interleaved schedule (arXiv 2104.04473,
+    section 2.2) with two, and a round of one micro-batch per rank for each further stage. V-shaped
+    schedules keep as much as 1F1B, and DualPipeV a pair more (arXiv 2401.10241, 2412.19437).
+    """
+    every = stages * micro_batches
+    if schedule in FORWARDS_FIRST:
+        return every
+    if schedule in V_SHAPED:
+        return min(every, 2 * ranks + (schedule == "dualpipev"))
+    if stages == 1 and schedule == "1f1b":
+        return min(every, ranks - rank)
+    of_round = micro_batches // max(1, micro_batches // ranks)
+    return min(every, (stages - 1) * of_round + 2 * (ranks - 1 - rank) + 1)

@@ -41,7 +41,7 @@ class ModelFacts:
     """Names of trained parameters; a tied one appears once."""
     parameters: int
     flops_per_sample: int
-    """FLOPs of forward and backward."""
+    """FLOPs of forward and backward; 0 if they were not counted."""
     sizes: tuple[int, ...]
     """Elements of each trainable parameter, in order."""
     parameter_bytes: int = 0
@@ -63,12 +63,14 @@ class ModelFacts:
 
 
 @functools.cache
-def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
-    """Returns facts, cached by model and library versions; raises RuntimeError if counting
-    fails."""
+def model_facts(workload: Workload, sequence_length: int | None = None) -> ModelFacts:
+    """Returns facts, cached by model and library versions; raises RuntimeError if counting fails.
+
+    Without a sequence length, the model is built but does not run, so FLOPs are not counted.
+    """
     if facts := _from_smaller(workload, sequence_length):
         return facts
-    file = kept_file("facts", workload, f"4 {sequence_length}")
+    file = cache_file("facts", workload, f"4 {sequence_length}")
     if file.exists() and not workload.pretrained:
         return parsed(ModelFacts, file.read_text())
     apart = (
@@ -81,7 +83,7 @@ def model_facts(workload: Workload, sequence_length: int) -> ModelFacts:
     return facts
 
 
-def kept_file(folder: str, workload: Workload, counted: str) -> Path:
+def cache_file(folder: str, workload: Workload, counted: str) -> Path:
     versions = " ".join(
         str(version_of(package)) for package in ("torch", "transformers", *workload.requires)
     )
@@ -95,7 +97,7 @@ def keep(file: Path, text: str) -> None:
     write_atomically(file, text)
 
 
-def _count_apart(workload: Workload, sequence_length: int) -> ModelFacts:
+def _count_apart(workload: Workload, sequence_length: int | None) -> ModelFacts:
     facts = call_apart(
         _count_without_gpus, workload.name, sequence_length, limit=APART_LIMIT_SECONDS
     )
@@ -104,13 +106,13 @@ def _count_apart(workload: Workload, sequence_length: int) -> ModelFacts:
     return facts
 
 
-def _count_without_gpus(name: str, sequence_length: int) -> ModelFacts:
+def _count_without_gpus(name: str, sequence_length: int | None) -> ModelFacts:
     """Counts where no GPU is visible, as libraries may initialise CUDA on import."""
     os.environ |= HIDE_GPUS
     return model_facts(make_workload(name), sequence_length)
 
 
-def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None:
+def _from_smaller(workload: Workload, sequence_length: int | None) -> ModelFacts | None:
     """Extrapolates FAMILY-HIDDENxBLOCKS linearly from one and two blocks; None for other names."""
     if not (pair := workload.of_one_and_two_blocks):
         return None
@@ -145,14 +147,16 @@ def _from_smaller(workload: Workload, sequence_length: int) -> ModelFacts | None
     )
 
 
-def _count(workload: Workload, sequence_length: int) -> ModelFacts:
+def _count(workload: Workload, sequence_length: int | None) -> ModelFacts:
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     return fake_or_real(workload, sequence_length, lambda: _counted(workload, sequence_length))
 
 
-def fake_or_real(workload: Workload, sequence_length: int, count: Callable[[], Counted]) -> Counted:
+def fake_or_real(
+    workload: Workload, sequence_length: int | None, count: Callable[[], Counted]
+) -> Counted:
     """Calls `count` on fake tensors, or on real ones if a user's model cannot use fake ones.
 
     Raises UsageError if that model is too large for real tensors, or fails on them as well.
@@ -182,14 +186,16 @@ def fake_or_real(workload: Workload, sequence_length: int, count: Callable[[], C
         ) from None
 
 
-def _counted(workload: Workload, sequence_length: int) -> ModelFacts:
+def _counted(workload: Workload, sequence_length: int | None) -> ModelFacts:
     model = workload.countable().build(seed=0, saved_weights=False)
-    flops = model_flops(model, lambda: workload.counted(model, sequence_length))
+    flops = 0
+    if sequence_length is not None:
+        flops = model_flops(model, lambda: workload.counted(model, sequence_length))
     parameter_bytes, buffer_bytes, scale_bytes = workload.stored_bytes(model)
     named = dict(model.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad}
     unused = [name for name, p in trained.items() if p.grad is None]
-    if unused and workload.pretrained:
+    if unused and workload.pretrained and sequence_length is not None:
         raise UsageError(
             f"{len(unused)} parameters of {workload.name} take no part in its loss, such as"
             f" {unused[0]}; strategies would train them differently, so give a model without them"
@@ -207,7 +213,7 @@ def _counted(workload: Workload, sequence_length: int) -> ModelFacts:
 
 
 def parameters_of(cell: Cell) -> int:
-    return model_facts(make_workload(cell.workload), cell.sequence_length).parameters
+    return model_facts(make_workload(cell.workload)).parameters
 
 
 def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:

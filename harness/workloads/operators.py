@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -100,6 +100,29 @@ def activation_bytes(
     if known is not None:
         return known
     return observe_training(workload, *size, Held, precision, *split).most()
+
+
+def activations_by_depth(
+    workload: Workload, samples: int, sequence_length: int, recompute: str, *split: Any
+) -> tuple[float, float, float]:
+    """Returns the parts of `activation_bytes`: of embedding and head, of a block, and of a block
+    while it is recomputed.
+
+    A model of unknown depth counts as equal blocks without ends.
+    """
+    size = (samples, sequence_length)
+    shallow = [workload.with_blocks(blocks) for blocks in (1, 2)]
+
+    def one_and_next(kind: str) -> tuple[float, float]:
+        if None in shallow:
+            whole = activation_bytes(workload, *size, kind, *split) / max(1, workload.blocks)
+            return whole, whole
+        one, two = (activation_bytes(made, *size, kind, *split) for made in shallow if made)
+        return one, two - one
+
+    first, whole_block = one_and_next("none")
+    block = whole_block if recompute == "none" else one_and_next(recompute)[1]
+    return first - whole_block, block, whole_block - block
 
 
 @functools.cache

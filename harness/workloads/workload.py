@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -48,6 +49,10 @@ NEARLY_EQUAL_SCORES = Tolerance(
     " token goes",
 )
 """Tolerance for routers in fp32 (docs/studies/parity-deviations.md)."""
+
+
+_DEPTH_KEYS = ("num_hidden_layers", "n_layer")
+"""Config entries with the number of blocks."""
 
 
 AUTO: dict[Kind, str] = {
@@ -138,6 +143,10 @@ class Workload:
         if not (named_by_blocks and self.block_path and self.blocks > 2):
             return None
         return f"{base}x1{plus}{suffixes}", f"{base}x2{plus}{suffixes}"
+
+    def with_blocks(self, blocks: int) -> Workload | None:
+        """Returns the same model with this many blocks; None if no config entry says how many."""
+        return _with_blocks(self, blocks)
 
     @property
     def block_path(self) -> str:
@@ -415,6 +424,15 @@ class Workload:
         return inputs.new_zeros(
             len(inputs), _halves(tokens)[1] if self.kind in HAS_DECODER else tokens
         )
+
+
+@functools.cache
+def _with_blocks(workload: Workload, blocks: int) -> Workload | None:
+    key = next((key for key in _DEPTH_KEYS if key in workload.config), None)
+    if key is None or not workload.block_path or workload.suffixes:
+        return None
+    config: ModelConfig = {**workload.config, key: blocks}
+    return dataclasses.replace(workload, config=config, blocks=blocks)
 
 
 def _halves(tokens: int) -> tuple[int, int]:

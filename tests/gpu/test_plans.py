@@ -22,7 +22,6 @@ from harness.host.cores import oversubscribed
 from harness.parity.reference_runs import (
     DEFAULT_LIMIT_GIB,
     kept_bytes,
-    memory_bytes,
     reference_cell,
     reference_key,
 )
@@ -31,11 +30,8 @@ from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.run.expected import references_of, trial_seconds
 from harness.spec.cell import Cell
-from harness.strategy.registry import make_strategy
+from harness.strategy.peak_memory import CONTEXT_BYTES, peak_bytes
 from harness.workloads import make_workload
-from harness.workloads.catalog import split_name
-from harness.workloads.counts import model_facts
-from harness.workloads.operators import activation_bytes
 
 GIB = 2**30
 MATRICES = ("full", "quick", "smoke", "scaling", "precision")
@@ -140,7 +136,7 @@ def test_references_fit_the_gpu_and_the_disk(matrix: str, number: int, card: str
     """Each takes at most 60 % of a GPU's memory; together they fit the disk limit."""
     every = references(iter(planned(matrix, number, card).cells))
     assert sum(map(kept_bytes, every.values())) <= DEFAULT_LIMIT_GIB * GIB
-    largest = {key: memory_bytes(reference_cell(cell)) for key, cell in every.items()}
+    largest = {key: peak_bytes(reference_cell(cell)) + CONTEXT_BYTES for key, cell in every.items()}
     over = {
         key: round(size / GIB, 1) for key, size in largest.items() if size > 0.6 * CARDS[card] * GIB
     }
@@ -155,17 +151,7 @@ def test_timed_cells_fit_the_gpu_by_their_strategys_formula(matrix: str, card: s
     over = {}
     for number in (1, 8):
         for cell in planned(matrix, number, card).cells:
-            strategy, workload = make_strategy(cell), make_workload(cell.workload)
-            layout = strategy.layout(cell.devices)
-            states = strategy.costs.states(
-                cell, layout, model_facts(workload, cell.sequence_length)
-            )
-            if states is None:
-                continue
-            samples = max(1, cell.global_batch // layout.data // cell.micro_batches)
-            base = make_workload(split_name(cell.workload)[0])
-            activations = samples * activation_bytes(base, 1, cell.sequence_length)
-            size = states.total + states.transient + activations
+            size = peak_bytes(cell)
             if size > 0.9 * CARDS[card] * GIB:
                 over[cell.name] = round(size / GIB, 1)
     assert over == {}

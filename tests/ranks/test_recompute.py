@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from harness.launch.launcher import Launcher
-from harness.run.maxsize import formula
 from harness.run.profile import profile_cell
 from harness.spec.errors import Refused
+from harness.strategy.peak_memory import peak_bytes
 from harness.strategy.registry import validate
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
@@ -90,20 +90,7 @@ def test_the_peak_of_each_rank_follows_the_formula(launcher: Launcher, name: str
     one = cell(**{"recompute": "full", **sizes, **PEAKS[name]}, time_limit_seconds=240)
     row = profile_cell(launcher, "run", one)
     assert row.status == "ok", row.reason
-    strategy, layout = validate(one, make_workload(one.workload))
-
-    def held(workload: str) -> int:
-        return int(strategy.costs.activation_bytes(one, layout, make_workload(workload)) or 0)
-
-    if layout.pipeline > 1:
-        whole = held(one.workload)
-        steps: tuple[int, int] = (whole, 0)
-    else:
-        first = held("llama-128x1")
-        steps = (first, held("llama-128x2") - first)
-    needed = formula(one, steps)
-    assert needed is not None
-    assert max(row.peak_tracked_bytes) == pytest.approx(needed["total"], rel=0.05)
+    assert max(row.peak_tracked_bytes) == pytest.approx(peak_bytes(one), rel=0.05)
 
 
 @pytest.mark.thorough

@@ -22,7 +22,6 @@ from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.run.maxsize import (
     Search,
-    formula,
     hidden_size,
     largest,
     long_hidden_size,
@@ -34,10 +33,10 @@ from harness.run.maxsize import (
 from harness.run.runner import Runner, SilentListener
 from harness.spec.cell import Cell
 from harness.strategy.job import TrainState
+from harness.strategy.peak_memory import activation_bytes, peak_bytes, states_by_formula
 from harness.worker.spec import log_file
 from harness.workloads import make_workload
 from harness.workloads.counts import _count, model_facts, parameters_of
-from harness.workloads.operators import activation_bytes
 from harness.workloads.workload_variants import ADAPTERS
 from reports.run_facts import largest as largest_of
 from reports.site import verdict_of
@@ -128,9 +127,9 @@ def test_a_size_is_one_of_its_family() -> None:
 
 
 def test_activations_grow_by_the_block() -> None:
-    one, two, three = (activation_bytes(make_workload(f"llama-64x{n}"), 1, 16) for n in (1, 2, 3))
+    one, two, three = (activation_bytes(cell_at_size(base(), n)) for n in (1, 2, 3))
     assert three - two == two - one > 0
-    assert 1.9 < activation_bytes(make_workload("llama-64x3"), 2, 16) / three < 2.1
+    assert 1.9 < activation_bytes(cell_at_size(base(global_batch=4), 3)) / three < 2.1
 
 
 def test_the_formula_of_ddp_by_hand() -> None:
@@ -144,20 +143,16 @@ def test_the_formula_of_ddp_by_hand() -> None:
         per_parameter * parameters_of(cell_at_size(cell, said.blocks + 1)) > BUDGET - 1000
     )  # model buffers
     assert said.step == parameters_of(cell_at_size(cell, 2)) - parameters_of(cell)
-    needed = formula(cell_at_size(cell, 7), said.activations)
-    assert needed is not None
-    assert needed["total"] == pytest.approx(20 * parameters_of(cell_at_size(cell, 7)), rel=1e-3)
+    deeper = cell_at_size(cell, 7)
+    assert peak_bytes(deeper) == pytest.approx(20 * parameters_of(deeper), rel=1e-3)
 
 
 def test_activations_count_where_they_are_more_than_gradients() -> None:
-    long = base(sequence_length=256, global_batch=16)
-    said = predict(long, BUDGET)
-    needed = formula(cell_at_size(long, 4), said.activations)
-    assert needed is not None
-    assert needed["activations"] > needed["transient"]
-    assert needed["total"] == sum(
-        needed[k] for k in ("parameters", "gradients", "optimizer", "library", "activations")
-    )
+    long = cell_at_size(base(sequence_length=256, global_batch=16), 4)
+    states = states_by_formula(long)
+    assert states is not None
+    assert activation_bytes(long) > states.transient
+    assert peak_bytes(long) == states.total + activation_bytes(long)
 
 
 def test_theory_puts_sharding_above_replication() -> None:

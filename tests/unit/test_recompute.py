@@ -14,12 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.cli.maxsize import _changes
 from harness.measure.memory_kinds import peak_split
-from harness.planner.rehearsal.rehearse import rehearse
-from harness.run.maxsize import formula
 from harness.spec.cell import Cell
 from harness.spec.errors import Refused, UsageError
 from harness.spec.training import Batch
 from harness.strategy.job import Job
+from harness.strategy.peak_memory import peak_bytes, states_by_formula
 from harness.strategy.registry import make_strategy, validate, with_defaults
 from harness.workloads import counts, make_workload
 from harness.workloads import recompute as products_of
@@ -165,70 +164,16 @@ def test_the_peak_follows_the_formula(recompute: str, tmp_path: Path) -> None:
     tokens = torch.randint(0, 256, (8, 128))
     step(Batch(0, tokens, tokens))
     peak = peak_split(job.train_state, "cpu", lambda: step(Batch(1, tokens, tokens)))["peak"]
-    one, two = (activation_bytes(make_workload(f"llama-64x{n}"), 8, 128, recompute) for n in (1, 2))
-    needed = formula(cell, (one, two - one))
-    assert needed is not None
-    assert peak == pytest.approx(needed["total"], rel=0.05)
-
-
-PARTS: dict[str, dict[str, Any]] = {
-    "vertical": {"strategy": "vertical"},
-    "interleaved_1f1b": {
-        "strategy": "pipeline",
-        "micro_batches": 4,
-        "options": {"schedule": "interleaved_1f1b"},
-    },
-    "sequence": {"strategy": "tensor", "options": {"sequence_parallel": True}},
-    "three_d": {"strategy": "three_d", "devices": 4, "micro_batches": 4},
-}
-SLOW = ("interleaved_1f1b", "three_d")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # libraries call deprecated torch functions
-@pytest.mark.parametrize(
-    ("name", "recompute"),
-    [
-        pytest.param(name, kind, marks=[pytest.mark.thorough] * (name in SLOW or kind == "full"))
-        for name in PARTS
-        for kind in KINDS
-    ],
-)
-def test_the_peak_of_ranks_with_parts_of_a_model_follows_the_formula(
-    name: str, recompute: str
-) -> None:
-    """The formula is within 5 % of the fullest rank in a rehearsal, which runs the libraries' code.
-    tests/ranks/test_recompute.py checks real ranks."""
-    sizes = {"workload": "llama-128x2", "sequence_length": 128, "global_batch": 8}
-    if name == "interleaved_1f1b":
-        sizes["workload"] = "llama-128x4"
-    cell = Cell(**{"devices": 2, **sizes, **PARTS[name], "recompute": recompute})
-    workload, strategy = make_workload(cell.workload), make_strategy(cell)
-    layout = strategy.layout(cell.devices)
-    held = strategy.costs.activation_bytes(cell, layout, workload)
-    assert held is not None
-    one_block = held
-    if layout.pipeline == 1:
-        one_block = (
-            strategy.costs.activation_bytes(cell, layout, make_workload("llama-128x1")) or 0.0
-        )
-    steps = workload.blocks - 1 if layout.pipeline == 1 else 1
-    needed = formula(cell, (int(one_block), round((held - one_block) / steps)))
-    assert needed is not None
-    peak = rehearse(cell, every_block=True).fullest.peak_bytes
-    assert peak == pytest.approx(needed["total"], rel=0.05)
+    assert peak == pytest.approx(peak_bytes(cell), rel=0.05)
 
 
 def test_from_the_second_micro_batch_on_all_gradients_are_there() -> None:
     cell = Cell(strategy="ddp", devices=2, workload="llama-64x1", micro_batches=2)
     kept = 10**7
-    needed = formula(cell, (kept, 0))
-    assert needed is not None
-    assert kept > needed["transient"] > 0
-    beside = needed["transient"] + kept
-    assert (
-        needed["total"] == beside + needed["parameters"] + needed["optimizer"] + needed["library"]
-    )
+    states = states_by_formula(cell)
+    assert states is not None
+    assert kept > states.transient > 0
+    assert peak_bytes(cell, kept) == states.total + states.transient + kept
 
 
 def test_the_axis_is_part_of_a_cell_only_where_it_is_used() -> None:

@@ -22,7 +22,6 @@ from harness.planner.rehearsal.rehearse import (
     at_depth,
     default_ranks,
     rehearse,
-    with_blocks,
 )
 from harness.planner.rehearsal.world import SUBSTITUTIONS, CopyableFakeMode, fake_rank
 from harness.spec.errors import Refused, UsageError
@@ -132,11 +131,11 @@ def test_an_uneven_growth_is_not_extrapolated() -> None:
 
 
 def test_only_a_config_of_the_suite_has_another_depth() -> None:
-    deeper = with_blocks(make_workload("gpt2-nano"), 7)
+    deeper = make_workload("gpt2-nano").with_blocks(7)
     assert deeper is not None
     assert (deeper.blocks, deeper.hf_config().n_layer) == (7, 7)
-    assert with_blocks(make_workload("resnet-micro"), 7) is None
-    assert with_blocks(make_workload("llama-nano+lora"), 7) is None
+    assert make_workload("resnet-micro").with_blocks(7) is None
+    assert make_workload("llama-nano+lora").with_blocks(7) is None
 
 
 def test_ranks_of_a_large_world_are_the_first_of_each_stage() -> None:
@@ -169,6 +168,32 @@ def test_what_cannot_be_rehearsed_is_answered_in_one_sentence() -> None:
 def test_sizes_that_overflow_are_answered_with_what_to_make_smaller(sizes: dict[str, int]) -> None:
     with pytest.raises(UsageError, match="batch"):
         rehearse(cell("ddp", 2, **sizes), ranks=[0])
+
+
+@quiet
+def test_a_repeated_rehearsal_is_read_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = cell("ddp", 2, workload="llama-nano", seed=7)
+    first = rehearse(one, ranks=[1])
+    monkeypatch.setattr("harness.planner.rehearsal.rehearse.rehearse_rank", None)
+    assert rehearse(one, ranks=[1]) == first
+    monkeypatch.setattr("harness.planner.rehearsal.rehearse._code_version", lambda: "changed")
+    with pytest.raises(UsageError, match="cannot be rehearsed"):
+        rehearse(one, ranks=[1])
+
+
+@quiet
+def test_a_strategy_that_cannot_be_rehearsed_is_unknown_with_its_reason() -> None:
+    words = ["rehearse", "ddp", "parameter_server", "--workload", "llama-nano"]
+    done = CliRunner().invoke(app, [*words, "--json"])
+    assert done.exit_code == 0, done.output
+    rehearsed, unknown = json.loads(done.stdout)
+    assert rehearsed["peak_bytes"] > 0
+    assert rehearsed["unknown"] is None
+    assert (unknown["peak_bytes"], unknown["ranks"]) == (None, [])
+    assert "measure it instead" in unknown["unknown"]
+    shown = CliRunner().invoke(app, words).stdout
+    assert "unknown" in shown
+    assert "measure it instead" in " ".join(shown.split())
 
 
 @quiet

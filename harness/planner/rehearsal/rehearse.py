@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import hashlib
+import json
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -11,7 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 
+import harness
+from harness.host.environment import version_of
 from harness.planner.rehearsal.ledger import KINDS, Kind, Ledger, Phase, StepRegion
 from harness.planner.rehearsal.world import fake_batch, fake_rank
 from harness.spec.cell import Cell
@@ -21,6 +26,7 @@ from harness.strategy.base import Strategy
 from harness.strategy.job import Job, Recompute, TrainState
 from harness.strategy.registry import validate
 from harness.workloads import Workload, make_workload
+from harness.workloads.counts import cache_file, keep
 from harness.workloads.recompute import recompute_blocks
 
 if TYPE_CHECKING:
@@ -30,7 +36,6 @@ FIRST_STEPS = 1
 """Steps before those that repeat; the first creates the optimizer's state."""
 DEPTHS = (3, 4, 5)
 """Block counts of the shallow models; the third shows whether memory grows evenly."""
-_DEPTH_KEYS = ("num_hidden_layers", "n_layer")
 _UNEVEN = 1e-4
 """Allowed difference in growth between blocks, as a share of the peak."""
 SMALL_WORLD = 8
@@ -130,13 +135,6 @@ def _from_ends(place: StepRegion, blocks: int) -> Iterator[RelativeRegion]:
         yield RelativeRegion(step, phase, model, "a block between")
 
 
-def with_blocks(workload: Workload, blocks: int) -> Workload | None:
-    key = next((key for key in _DEPTH_KEYS if key in workload.config), None)
-    if key is None or not workload.block_path or workload.suffixes:
-        return None
-    return dataclasses.replace(workload, config={**workload.config, key: blocks}, blocks=blocks)
-
-
 def at_depth(shallow: Sequence[RankPeaks], blocks: int) -> RankPeaks | None:
     """Extrapolates a rank's peaks at DEPTHS to `blocks` blocks; None if they grow unevenly.
 
@@ -208,7 +206,7 @@ class Rehearsal:
 
 
 def rehearse(cell: Cell, ranks: Sequence[int] = (), every_block: bool = False) -> Rehearsal:
-    """Rehearses a cell.
+    """Rehearses a cell, or returns the cached answer of the same code.
 
     `ranks`: by default all of a world of up to SMALL_WORLD, else the first of each pipeline stage.
     `every_block` rules out extrapolation. Raises UsageError if the cell cannot be rehearsed, or
@@ -223,9 +221,29 @@ def rehearse(cell: Cell, ranks: Sequence[int] = (), every_block: bool = False) -
                 f"rank {rank} of {cell.name} does not exist; ranks are 0 to {layout.processes - 1}"
             )
     chosen = list(dict.fromkeys(ranks)) or default_ranks(layout)
-    return Rehearsal(
-        cell, tuple(_memory(cell, strategy, layout, workload, rank, every_block) for rank in chosen)
-    )
+    file = _cache_file(cell, strategy, workload, f"{chosen} {every_block}")
+    if file is not None and file.exists():
+        return Rehearsal(cell, TypeAdapter(tuple[RankMemory, ...]).validate_json(file.read_bytes()))
+    memory = tuple(_memory(cell, strategy, layout, workload, rank, every_block) for rank in chosen)
+    if file is not None:
+        keep(file, json.dumps([asdict(rank) for rank in memory]))
+    return Rehearsal(cell, memory)
+
+
+def _cache_file(cell: Cell, strategy: Strategy, workload: Workload, asked: str) -> Path | None:
+    """Returns where an answer is cached; None if the cell runs code of the user."""
+    if workload.family is None or not type(strategy).__module__.startswith("harness."):
+        return None
+    libraries = [str(version_of(package)) for package in strategy.requires]
+    return cache_file("rehearsals", workload, f"{cell.id} {asked} {libraries} {_code_version()}")
+
+
+@functools.cache
+def _code_version() -> str:
+    digest = hashlib.blake2s(digest_size=8)
+    for file in sorted(Path(harness.__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def default_ranks(layout: Layout) -> list[int]:
@@ -238,7 +256,7 @@ def _check(cell: Cell, strategy: Strategy, layout: Layout) -> None:
     if cell.device != "cpu":
         raise Refused("a rehearsal runs torch's CPU kernels; set the cell's device to cpu")
     alone = not strategy.capabilities.process_group and layout.processes > 1
-    if layout.devices_per_process > 1 or layout.servers or alone:
+    if layout.devices_per_process > 1 or layout.servers or alone or strategy.own_launcher:
         raise Refused(
             f"{cell.strategy} exchanges tensors without torch.distributed, so other ranks would"
             " have to answer; measure it instead"
@@ -294,7 +312,7 @@ def _from_shallow(
         return None
     peaks: list[RankPeaks] = []
     for depth in DEPTHS:
-        shallow = with_blocks(workload, depth)
+        shallow = workload.with_blocks(depth)
         if shallow is None:
             return None
         peaks.append(rehearse_rank(cell, strategy, layout, shallow, rank))

@@ -270,6 +270,16 @@ def same_order_on_all_ranks(job: Job) -> Iterator[Patch]:
                 yield put(zero, name, lambda numbers: None)
 
 
+def update_in_c(job: Job) -> Iterator[Patch]:
+    def nothing(*args: object) -> None: ...
+
+    if "deepspeed" in sys.modules:
+        adam: Any = importlib.import_module("deepspeed.ops.adam.cpu_adam")
+        functions = ("create_adam", "adam_update", "destroy_adam")
+        module = SimpleNamespace(**dict.fromkeys(functions, nothing))
+        yield put(adam.CPUAdamBuilder, "load", lambda builder: module)
+
+
 SUBSTITUTIONS = (
     Substitution(
         "values of tensors",
@@ -325,6 +335,11 @@ SUBSTITUTIONS = (
         "DeepSpeed's check that all ranks run the modules in one order",
         "left out",
         same_order_on_all_ranks,
+    ),
+    Substitution(
+        "DeepSpeed's Adam in C++, which would read the tensors",
+        "updates nothing; it works in place and allocates nothing",
+        update_in_c,
     ),
 )
 """All replacements except the `fake` process group, which replaces gloo."""
