@@ -34,8 +34,8 @@ CPU = Inputs(2.0, 6.0, 0.012, 60e9)
 """Source: medians of 1,242 trials of two runs of `full` on two cores of an Intel Xeon with AMX."""
 GPU = Inputs(3.0, 8.0, 0.02, 10e12)
 """Source: medians of 31 trials on an H200; the rate is that of a card of 2020."""
-SHARE_OF_PEAK = 0.35
-"""Estimated fraction of a GPU's peak that training reaches."""
+SHARE_OF_PEAK, FP32_SHARE = 0.35, 0.7
+"""Estimated fractions of a GPU's peak that training reaches."""
 UNSHAPED_BITS_PER_SECOND = 8e9
 """Estimated rate between two emulated nodes without a limit."""
 CONTROL_SHARE = 0.12
@@ -79,8 +79,10 @@ def trial_seconds(
         if cores is not None:  # Ranks that share a core wait for each other.
             cores *= 1 if cell.links else cell.nodes
             busy, crowded = min(cores, busy), max(1.0, layout.processes / cores)
-    peak = peak_flops_per_second(gpu, cell.precision) if cell.device == "cuda" else None
-    rate = SHARE_OF_PEAK * peak if peak else inputs.flops_per_second
+    precision = make_workload(cell.workload).arithmetic or cell.precision
+    peak = peak_flops_per_second(gpu, precision) if cell.device == "cuda" else None
+    share = FP32_SHARE if precision == "fp32" else SHARE_OF_PEAK
+    rate = share * peak if peak else inputs.flops_per_second
     # Forward, backward and full recomputation: 2 FLOPs per parameter and token, 4, and 2 again.
     per_token = (8 if cell.recompute == "full" else 6) * _parameters(cell)
     computed = per_token * cell.global_batch * cell.sequence_length / (busy * rate)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
     from harness.workloads.counts import ModelFacts
 
-StrategyT_co = TypeVar("StrategyT_co", covariant=True)
+StrategyT_co = TypeVar("StrategyT_co", bound="Strategy", covariant=True)
 
 
 @dataclass(frozen=True)
