@@ -20,17 +20,19 @@ MIB = 2**20
 SIZES: dict[str, Any] = {"workload": "llama-128x4", "sequence_length": 128, "global_batch": 16}
 WITHIN = 0.04
 EXCEPTIONS: dict[str, tuple[float, str]] = {
-    "fsdp1": (0.06, "counts two gathered blocks, also without prefetch"),
     "hybrid": (0.08, "does not divide the gradients by the replicas"),
+    "fsdp1": (0.06, "counts two gathered blocks, also without prefetch"),
     "powersgd": (0.06, "counts PowerSGD's buffers, which the first two steps do not make"),
     "gpipe": (0.065, "counts temporaries of the loss for each micro-batch"),
+    "looped_bfs": (0.065, "counts temporaries of the loss for each micro-batch"),
     "vertical": (0.05, "counts temporaries of the loss next to all gradients"),
     "three_d": (0.065, "counts temporaries of a block next to all gradients"),
-    "post_local_sgd": (0.06, "does not count DDP's buckets, which its averaging replaces"),
+    "collectives": (0.065, "has no formula, and the bound of whole models includes buckets"),
     "zero_bubble": (0.12, "does not count what weight gradients computed apart keep"),
     "zbv": (0.13, "does not count what weight gradients computed apart keep"),
 }
-"""Wider relative errors by a part of the label, and what the closed form does otherwise."""
+"""Wider relative errors by a part of the label, and what the closed form does otherwise. The first
+part found counts."""
 
 
 def cells_of_full() -> dict[str, Cell]:
@@ -50,6 +52,23 @@ def cells_of_full() -> dict[str, Cell]:
 
 
 CELLS = cells_of_full()
+
+
+def test_a_pipelines_micro_batches_in_flight_are_counted() -> None:
+    """The first of eight stages holds all eight micro-batches."""
+    cell = Cell(
+        strategy="pipeline",
+        workload="llama-512x8",
+        devices=8,
+        micro_batches=8,
+        global_batch=64,
+        sequence_length=128,
+    )
+    assert peak_bytes(cell) == pytest.approx(421 * MIB, rel=0.06), "rehearsed: 420.9 MiB"
+    whole = cell.model_copy(update={"strategy": "single", "devices": 1})
+    assert activation_bytes(cell) > 0.9 * activation_bytes(whole)
+
+
 QUICK = ("ddp", "fsdp2", "pipeline(schedule=1f1b, micro_batches=4)")
 
 
@@ -67,18 +86,3 @@ def test_the_closed_form_agrees_with_a_rehearsal(label: str) -> None:
         pytest.skip(str(reason))
     within = next((error for part, (error, _) in EXCEPTIONS.items() if part in label), WITHIN)
     assert counted == pytest.approx(rehearsed, rel=within)
-
-
-def test_a_pipelines_micro_batches_in_flight_are_counted() -> None:
-    """The first of eight stages holds all eight micro-batches."""
-    cell = Cell(
-        strategy="pipeline",
-        workload="llama-512x8",
-        devices=8,
-        micro_batches=8,
-        global_batch=64,
-        sequence_length=128,
-    )
-    assert peak_bytes(cell) == pytest.approx(421 * MIB, rel=0.06), "rehearsed: 420.9 MiB"
-    whole = cell.model_copy(update={"strategy": "single", "devices": 1})
-    assert activation_bytes(cell) > 0.9 * activation_bytes(whole)
