@@ -138,8 +138,8 @@ def execute(
     patience = REQUEUED_SECONDS if options.with_parent else 0.0
     with (
         sole_writer(store.folder, plan.run_id, part, patience),
-        _launchers(options, say) as own,
-        over_links(waiting.cells, own) as launcher,
+        _launchers(options, say) as launchers,
+        over_links(waiting.cells, launchers) as launcher,
         listener(plan, [trial.cell for trial in waiting.open_trials()]) as progress,
     ):
         runner = Runner(store, plan, launcher, share=part, baseline=prepared.baseline)
@@ -201,7 +201,7 @@ def conclude(store: Store, ended: Ended, baseline: Choice | None) -> Concluded |
 
 
 def _conclusion(concluded: Concluded, ended: Ended) -> ConclusionRecord:
-    known, advised = concluded.precision, concluded.report.advised
+    precision, advised = concluded.precision, concluded.report.advised
     use = advised.advice[0] if advised else None
     return ConclusionRecord(
         schema_version=VERSION,
@@ -209,9 +209,9 @@ def _conclusion(concluded: Concluded, ended: Ended) -> ConclusionRecord:
         concluded_at=datetime.now(timezone.utc),
         wall_seconds=ended.wall_seconds,
         trials=len(concluded.report.results.trials),
-        compared_cells=known.cells if known else 0,
-        half_width_median=known.median if known else None,
-        half_width_nine_in_ten=known.nine_in_ten if known else None,
+        compared_cells=precision.cells if precision else 0,
+        half_width_median=precision.median if precision else None,
+        half_width_nine_in_ten=precision.nine_in_ten if precision else None,
         advised_cell_id=use.cell.cell_id if use else None,
         advice=use.sentence if use else None,
     )

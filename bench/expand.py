@@ -133,8 +133,8 @@ def _timed_and_checked(
     checked: Cells = {}
     places = [(f"cells[{index}]", entry) for index, entry in enumerate(matrix.cells)]
     places += [(f"cells[{index}] of this host", entry) for index, entry in enumerate(rule.cells)]
-    for place, entry in places:
-        where = f"matrix {name}, {place}"
+    for location, entry in places:
+        where = f"matrix {name}, {location}"
         for axes in _combinations({**sizes.defaults, "device": host.device, **entry, **changes}):
             cell = _cell(axes, sizes, rule, host, where)
             timed.setdefault(cell.id, cell)

@@ -192,13 +192,13 @@ def matrix_of(content: object, kind: type[AnyMatrix], name: str) -> AnyMatrix:
     places: list[tuple[str, Sizes | None]] = [("", matrix)]
     for index, rule in enumerate(matrix.hosts):
         places += [(f"hosts[{index}].", rule), (f"hosts[{index}].parity.", rule.parity)]
-    for where, axes in [(f"{place}defaults", sizes.defaults) for place, sizes in places if sizes]:
+    for where, axes in [(f"{prefix}defaults", sizes.defaults) for prefix, sizes in places if sizes]:
         require_keys(axes, AXES, f"matrix {name}, {where}")
     lists = [("", matrix.cells)]
     lists += [(f"hosts[{index}].", rule.cells) for index, rule in enumerate(matrix.hosts)]
-    for place, entries in lists:
+    for prefix, entries in lists:
         for index, entry in enumerate(entries):
-            require_keys(entry, AXES, f"matrix {name}, {place}cells[{index}]")
+            require_keys(entry, AXES, f"matrix {name}, {prefix}cells[{index}]")
     return matrix
 
 

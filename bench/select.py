@@ -64,19 +64,19 @@ def find_runs(store: Store, names: Sequence[str], every: bool = False) -> list[s
 
 
 def find_sides(
-    words: Sequence[str], baseline: str | None, results: Path
+    patterns: Sequence[str], baseline: str | None, results: Path
 ) -> tuple[RunSelection, RunSelection]:
     """Returns the two runs or folders to compare; `baseline` is first. Raises UsageError if there
     are not two."""
     if baseline is not None:
         named = results / REFERENCES / baseline
-        words = [str(named) if named.is_dir() else baseline, *(words or ["latest"])]
-    if len(words) != 2:
+        patterns = [str(named) if named.is_dir() else baseline, *(patterns or ["latest"])]
+    if len(patterns) != 2:
         raise UsageError(
-            f"a comparison needs two runs or folders, not {len(words)}: python -m bench compare"
+            f"a comparison needs two runs or folders, not {len(patterns)}: python -m bench compare"
             " A B, or --baseline A; the newest two runs are latest~1 latest"
         )
-    return two_sides(words[0], words[1], results)
+    return two_sides(patterns[0], patterns[1], results)
 
 
 def matches(cell: Cell, pattern: str) -> bool:
@@ -151,12 +151,12 @@ def keep(cells: Sequence[Cell], only: Sequence[str], skip: Sequence[str]) -> lis
                     f"{option} {pattern!r} matches no cell of the matrix; its strategies are:"
                     f" {_strategies(cells)}"
                 )
-    kept = [cell for cell in cells if not only or any(matches(cell, word) for word in only)]
-    kept = [cell for cell in kept if not any(matches(cell, word) for word in skip)]
-    if not kept:
+    chosen = [cell for cell in cells if not only or any(matches(cell, word) for word in only)]
+    chosen = [cell for cell in chosen if not any(matches(cell, word) for word in skip)]
+    if not chosen:
         options = "--only and --skip leave" if only else "--skip leaves"
         raise UsageError(f"{options} no cell of the matrix; leave some of them out")
-    return kept
+    return chosen
 
 
 def planned_cell(store: Store, word: str) -> Cell | None:

@@ -35,16 +35,16 @@ BREAK = Span("", "break")
 """A line break in HTML, `, ` in Markdown."""
 
 
-def spans(words: Words) -> list[Span]:
-    if isinstance(words, Span):
-        return [words]
-    if isinstance(words, str):
-        return [Span(words)]
-    return [Span(word) if isinstance(word, str) else word for word in words]
+def spans(content: Words) -> list[Span]:
+    if isinstance(content, Span):
+        return [content]
+    if isinstance(content, str):
+        return [Span(content)]
+    return [Span(word) if isinstance(word, str) else word for word in content]
 
 
-def plain_text(words: Words) -> str:
-    return "".join(", " if span is BREAK else span.text for span in spans(words))
+def plain_text(content: Words) -> str:
+    return "".join(", " if span is BREAK else span.text for span in spans(content))
 
 
 def phrase(*parts: Words) -> list[Inline]:
@@ -95,8 +95,8 @@ def prose(name: str, **values: Words | int) -> list[Inline]:
 
 def _filled(template: str, style: str, values: Mapping[str, Words | int]) -> list[Inline]:
     result: list[Inline] = []
-    for place, part in enumerate(re.split(r"\{(\w+)\}", template)):
-        value: Words | int = values[part] if place % 2 else part
+    for index, part in enumerate(re.split(r"\{(\w+)\}", template)):
+        value: Words | int = values[part] if index % 2 else part
         if isinstance(value, str | int):
             result += [Span(f"{value}", style)] if value != "" else []
         else:
@@ -115,7 +115,7 @@ def _prose() -> dict[str, str]:
     text = (Path(__file__).parent / "prose.md").read_text(encoding="utf-8")
     parts = re.split(r"^## (.+)$", text, flags=re.MULTILINE)[1:]
     pairs = zip(parts[::2], parts[1::2], strict=True)
-    return {name: " ".join(words.split()) for name, words in pairs}
+    return {name: " ".join(prose_text.split()) for name, prose_text in pairs}
 
 
 class ChartData(Protocol):
@@ -271,25 +271,25 @@ Blocks: TypeAlias = list[Block]
 
 def visible(blocks: Sequence[Block], medium: Medium) -> Blocks:
     """Returns the non-empty blocks that a medium shows; replaces parts by their contents."""
-    shown: Blocks = []
+    blocks_left: Blocks = []
     for block in blocks:
         match block:
             case Only(own, inner):
-                shown += visible(inner, medium) if own == medium else []
+                blocks_left += visible(inner, medium) if own == medium else []
             case Part(title, inner, about):
                 if rest := visible(inner, medium):
-                    shown += [Heading(title)] if title else []
-                    shown += [Paragraph(about)] if about else []
-                    shown += rest
+                    blocks_left += [Heading(title)] if title else []
+                    blocks_left += [Paragraph(about)] if about else []
+                    blocks_left += rest
             case Details(_, inner) | Box(_, inner):
                 if rest := visible(inner, medium):
-                    shown.append(replace(block, blocks=rest))
+                    blocks_left.append(replace(block, blocks=rest))
             case Charts(charts):
-                shown += [block] if charts and medium == "page" else []
+                blocks_left += [block] if charts and medium == "page" else []
             case Table():
-                shown += [block] if block.rows else []
+                blocks_left += [block] if block.rows else []
             case Facts(content) | Bullets(content):
-                shown += [block] if content else []
+                blocks_left += [block] if content else []
             case _:
-                shown.append(block)
-    return shown
+                blocks_left.append(block)
+    return blocks_left

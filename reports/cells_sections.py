@@ -78,13 +78,13 @@ def _flags(cell: CellResult) -> ui.Td:
 
 
 def _columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
-    place = "among cells that differ only in strategy; ≈ tied with the one above"
+    rank_note = "among cells that differ only in strategy; ≈ tied with the one above"
     columns: list[ReportColumn[CellResult]] = [
         word("Workload", "workload"),
         *device_columns(cells),
         word("Precision", "precision"),
         batch_column(),
-        ReportColumn("Place", _place, "", place),
+        ReportColumn("Place", _place, "", rank_note),
         throughput_column(cells),
         *raw_throughput_columns(cells),
         *baseline_columns(cells),
@@ -149,10 +149,10 @@ def _hundredths(share: float | None) -> str:
 
 
 def _efficiency(cell: CellResult) -> ui.Td:
-    own, single = cell.relative.efficiency_own, cell.relative.efficiency_single
+    efficiency, single = cell.relative.efficiency_own, cell.relative.efficiency_single
     return ui.Td(
         [
-            ui.Span(percent(own), field="efficiency_own", value=exact(own)),
+            ui.Span(percent(efficiency), field="efficiency_own", value=exact(efficiency)),
             " / ",
             ui.Span(percent(single), field="efficiency_single", value=exact(single)),
         ]
@@ -162,12 +162,12 @@ def _efficiency(cell: CellResult) -> ui.Td:
 def _place(cell: CellResult) -> ui.Td:
     if not isinstance(cell, RankedCell):
         return ui.Td(ui.Span(DASH, field="place"))
-    place = ui.Span(str(cell.place), field="place", value=str(cell.place))
+    rank = ui.Span(str(cell.place), field="place", value=str(cell.place))
     if not cell.same_as_above:
-        return ui.Td(place)
+        return ui.Td(rank)
     above = cell.place - 1
     tip = f"tied with place {above}: either may be the fastest"
-    return ui.Td([place, f" ≈ {above}"], tip=tip)
+    return ui.Td([rank, f" ≈ {above}"], tip=tip)
 
 
 def parity_td(cell: CellResult) -> ui.Td:

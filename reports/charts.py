@@ -145,8 +145,8 @@ def _drawn(chart: ChartData) -> tuple[str, dict[str, str]]:
 
 
 def _class_for(declarations: str, styles: dict[str, str]) -> str:
-    kept = [part.strip() for part in declarations.split(";") if part.strip()]
-    themed = "; ".join(_themed(part) for part in kept if not part.startswith("font-family"))
+    parts = [part.strip() for part in declarations.split(";") if part.strip()]
+    themed = "; ".join(_themed(part) for part in parts if not part.startswith("font-family"))
     name = f"f{hashlib.blake2s(themed.encode(), digest_size=4).hexdigest()}"
     styles[name] = themed
     return name

@@ -201,14 +201,14 @@ def table_of(
     columns: Sequence[ReportColumn[AnyRow]],
     rows: Sequence[ui.Row],
 ) -> ui.Table:
-    known = [
-        place
-        for place in range(len(columns))
-        if any(plain_text(row.cells[place].words) not in (DASH, "") for row in rows)
+    nonempty = [
+        index
+        for index in range(len(columns))
+        if any(plain_text(row.cells[index].words) not in (DASH, "") for row in rows)
     ]
     heads = []
-    for place in known:
-        column, kind = columns[place], rows[0].cells[place].kind
+    for index in nonempty:
+        column, kind = columns[index], rows[0].cells[index].kind
         heads.append(ui.ColumnHead(column.title, column.unit, column.tip, kind))
-    cut = [ui.Row(row.head, [row.cells[i] for i in known], row.attributes) for row in rows]
+    cut = [ui.Row(row.head, [row.cells[i] for i in nonempty], row.attributes) for row in rows]
     return ui.Table(name, label, first, heads, cut)

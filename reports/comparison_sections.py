@@ -89,11 +89,11 @@ def _combination(cell: CellResult) -> str:
 
 
 def _against(cell: CellResult, base: CellResult) -> str:
-    words = f"{ratio_text(compare(cell, base, CONFIDENCE))} the throughput"
+    text = f"{ratio_text(compare(cell, base, CONFIDENCE))} the throughput"
     peak, base_peak = cell.memory.peak_memory_bytes, base.memory.peak_memory_bytes
     if peak and base_peak:
-        words += f" and {number(peak / base_peak)} x the memory"
-    return f"{words} of {named(base)} in {base.cell.precision}"
+        text += f" and {number(peak / base_peak)} x the memory"
+    return f"{text} of {named(base)} in {base.cell.precision}"
 
 
 def effect_bars(effects: Effects, name: str) -> list[Bars]:
@@ -126,7 +126,7 @@ def effect_bars(effects: Effects, name: str) -> list[Bars]:
 def effects_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
     """Returns each option's effect, alone and combined, if options were crossed."""
     found = list(filter(_crossed, effects_of(cells)))[:MOST_EFFECTS]
-    parts = [_effects_part(effects, place) for place, effects in enumerate(found)]
+    parts = [_effects_part(effects, index) for index, effects in enumerate(found)]
     return [ui.Part("", parts, prose("effects"))]
 
 
@@ -135,9 +135,9 @@ def _crossed(effects: Effects) -> bool:
     return 2 * sum(effect.pairs > 1 for effect in effects.effects) > len(effects.effects)
 
 
-def _effects_part(effects: Effects, place: int) -> ui.Part:
+def _effects_part(effects: Effects, index: int) -> ui.Part:
     title, base = title_of(effects), effects.baseline
-    bars = effect_bars(effects, str(place))
+    bars = effect_bars(effects, str(index))
     rows = [
         ui.Row(data(effect.value), list(map(ui.Td, texts)))
         for effect, texts in zip(effects.effects, rows_of(effects), strict=True)

@@ -128,8 +128,8 @@ def ranking(cells: Sequence[CellResult], profiles: Sequence[ProfileRecord] = ())
     places = enumerate(zip(ordered, tied_with_previous(ordered), strict=True), 1)
     return Group(
         tuple(
-            RankedCell(**vars(cell), place=place, same_as_above=tied)
-            for place, (cell, tied) in places
+            RankedCell(**vars(cell), place=rank, same_as_above=tied)
+            for rank, (cell, tied) in places
         ),
         profiles,
     )

@@ -45,7 +45,10 @@ class PageHead:
 def html_page(head: PageHead, sections: Sequence[PageSection], printed: bool = False) -> str:
     """Returns a page; its policy allows style and script by hash. `printed`: for print, without
     script."""
-    sections = [replace(one, blocks=ui.visible(one.blocks, "page")) for one in sections]
+    sections = [
+        replace(visible_section, blocks=ui.visible(visible_section.blocks, "page"))
+        for visible_section in sections
+    ]
     drawn = charts.draw([chart.data for section in sections for chart in charts_in(section.blocks)])
     ids = {section.name for section in sections}
     ids |= {row.attributes.get("id", "") for section in sections for row in _rows(section.blocks)}
@@ -69,7 +72,7 @@ def html_page(head: PageHead, sections: Sequence[PageSection], printed: bool = F
         f"<header>\n<h1>{escape(head.heading)}</h1>",
         f'<p class="facts">{" ".join(f"<span>{writer.words(fact)}</span>" for fact in head.facts)}',
         "</p>",
-        *(writer.block(ui.Paragraph(words, "caution")) for words in head.cautions),
+        *(writer.block(ui.Paragraph(caution, "caution")) for caution in head.cautions),
         _navigation(sections) if head.navigation else "",
         "</header>\n<main>",
         *(writer.section(section) for section in sections),
@@ -125,9 +128,9 @@ def _digest(content: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"
 
 
-def _breakable(words: str) -> str:
+def _breakable(text: str) -> str:
     """Escapes text and allows line breaks after `(`, `,`, `_` and `/`."""
-    return "<wbr>".join(escape(piece) for piece in re.split(r"(?<=.[(,_/])(?=\S)", words))
+    return "<wbr>".join(escape(piece) for piece in re.split(r"(?<=.[(,_/])(?=\S)", text))
 
 
 def _attributes(attributes: Mapping[str, str]) -> str:
@@ -185,19 +188,19 @@ class _HtmlWriter:
         if span is BREAK:
             return "<br>"
         styles = span.style.split()
-        shown = escape(span.text, quote=False)
+        text = escape(span.text, quote=False)
         if "data" in styles:
-            shown = f"<bdi>{_breakable(span.text)}</bdi>"
+            text = f"<bdi>{_breakable(span.text)}</bdi>"
         for tag in filter(None, map(TAGS.get, styles)):
-            shown = f"<{tag}>{shown}</{tag}>"
+            text = f"<{tag}>{text}</{tag}>"
         classes = [style for style in styles if style not in (*TAGS, "data")]
         if span.link and (span.link in self.anchors or not span.link.startswith("#")):
-            shown = f'<a class="name" href="{escape(span.link)}">{shown}</a>'
+            text = f'<a class="name" href="{escape(span.link)}">{text}</a>'
         attributes = {"class": " ".join(classes), "title": span.tip, "data-field": span.field}
         more = _attributes(attributes)
         if span.field:
             more += f' data-value="{escape(span.value)}"'
-        return f"<span{more}>{shown}</span>" if more else shown
+        return f"<span{more}>{text}</span>" if more else text
 
     def _fact(self, row: tuple[str, ui.Words]) -> str:
         return f"<dt><bdi>{_breakable(row[0])}</bdi></dt><dd>{self.words(row[1])}</dd>"

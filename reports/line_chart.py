@@ -136,13 +136,13 @@ class Bandwidths:
         return figure
 
     def _requests(self, axes: Axes) -> None:
-        followed = [*(place for place, _ in self.links[1:]), math.inf]
+        followed = [*(position for position, _ in self.links[1:]), math.inf]
         width = math.log(self.links[-1][0] / self.links[0][0] * 1.4**2)
-        for (place, request), after in zip(self.links, followed, strict=True):
-            close = math.log(after / place) < 0.18 * width  # The two labels would overlap.
-            axes.axvline(place, color=GRID, linewidth=0.8, linestyle=":", zorder=1)
+        for (position, request), after in zip(self.links, followed, strict=True):
+            close = math.log(after / position) < 0.18 * width  # The two labels would overlap.
+            axes.axvline(position, color=GRID, linewidth=0.8, linestyle=":", zorder=1)
             axes.text(
-                place,
+                position,
                 1.02,
                 request,
                 transform=axes.get_xaxis_transform(),
@@ -215,8 +215,10 @@ class Losses:
         steps = range(len(self.reference))
         (band,) = axes.plot(steps, self.reference, color=REST, label="reference")
         band.set(alpha=0.6, linewidth=9, solid_capstyle="round")
-        one = len(self.kept) == 1
-        agree = f"{len(self.kept)} cells that agree with it" if not one else "the cell that agrees"
+        single = len(self.kept) == 1
+        agree = (
+            f"{len(self.kept)} cells that agree with it" if not single else "the cell that agrees"
+        )
         for index, curve in enumerate(self.kept):
             name = None if index else agree
             axes.plot(range(len(curve)), curve, color=BEST, linewidth=1, label=name)
@@ -271,12 +273,12 @@ class Trend:
         _intervals(axes, Line("", runs, self.values, self.lows, self.highs), BEST)
         size = 5 if count < 40 else 2.5
         axes.plot(runs, self.values, "o", color=BEST, markersize=size, markerfacecolor=PAPER)
-        for place, words in self.changes:
-            axes.axvline(place - 0.5, color=WARN, linewidth=1.3, linestyle="--", zorder=2)
-            right = place > count * 0.6
+        for position, change in self.changes:
+            axes.axvline(position - 0.5, color=WARN, linewidth=1.3, linestyle="--", zorder=2)
+            right = position > count * 0.6
             axes.annotate(
-                words,
-                (place - 0.5, 1.0),
+                change,
+                (position - 0.5, 1.0),
                 (-4 if right else 4, 3),
                 xycoords=("data", "axes fraction"),
                 textcoords="offset points",
@@ -383,9 +385,9 @@ def _intervals(axes: Axes, line: Line, colour: str) -> None:
             axes.plot([x, x], [low, high], color=colour, linewidth=1.3, zorder=2)
 
 
-def _title(axes: Axes, words: str, left: float = _LEFT, pad: float = 5) -> None:
+def _title(axes: Axes, text: str, left: float = _LEFT, pad: float = 5) -> None:
     x = (8 - left) / (WIDTH - left - _RIGHT)
-    axes.set_title(words, fontsize=11.5, color=SOFT, loc="left", x=x, pad=pad)
+    axes.set_title(text, fontsize=11.5, color=SOFT, loc="left", x=x, pad=pad)
 
 
 def _axis_of_devices(axes: Axes, counts: Iterable[float]) -> None:

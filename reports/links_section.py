@@ -78,8 +78,8 @@ def measured_links(trials: Iterable[TrialRecord]) -> dict[str, MeasuredLink]:
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    present = [value for value in values if value is not None]
+    return statistics.median(present) if present else None
 
 
 def slowest_first(links: Iterable[MeasuredLink]) -> list[MeasuredLink]:
@@ -126,7 +126,7 @@ def _by_bandwidth(
         both = [link for link in links if link.request in a.by_link and link.request in b.by_link]
         leads = [_lead(a, b, link.request) for link in both]
         orders = [_order(a, b, link.request) for link in both]
-        clear = [place for place, order in enumerate(orders) if order]
+        clear = [index for index, order in enumerate(orders) if order]
         for first, last in itertools.pairwise(clear):
             lead, after = leads[first], leads[last]
             if orders[first] == orders[last] or lead * after >= 0:
@@ -136,12 +136,12 @@ def _by_bandwidth(
                 for link, value in zip(both[first : last + 1], leads[first:], strict=False)
             ]
             fast, slow = (a, b) if lead > 0 else (b, a)
-            words = (
+            text = (
                 f"Below about {bits(math.exp(_zero(points)), 2)} {fast.label} is faster than"
                 f" {slow.label}, above it slower (measured at {both[first].rate} and"
                 f" {both[last].rate})."
             )
-            yield min(abs(lead), abs(after)), words
+            yield min(abs(lead), abs(after)), text
 
 
 def _by_delay(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> Iterator[Crossover]:
@@ -156,12 +156,12 @@ def _by_delay(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> It
             here, there = _order(a, b, near.request), _order(a, b, far.request)
             if here * there < 0:
                 fast, slow = (a, b) if here > 0 else (b, a)
-                words = (
+                text = (
                     f"Latency reverses an order: over {near.words} {fast.label} is faster than"
                     f" {slow.label}, over {far.words} slower."
                 )
                 leads = [abs(_lead(a, b, link.request)) for link in (near, far)]
-                yield min(leads), words
+                yield min(leads), text
 
 
 def _lead(a: LinkSeries, b: LinkSeries, link: str) -> float:
@@ -183,24 +183,24 @@ def _zero(points: Sequence[tuple[float, float]]) -> float:
 
 
 def order_by_bytes(series: Sequence[LinkSeries], slowest: MeasuredLink) -> str:
-    known = [
+    sent = [
         strategy
         for strategy in series
         if strategy.sent is not None and slowest.request in strategy.by_link
     ]
     against, judged = [], 0
-    for a, b in itertools.combinations(known, 2):
+    for a, b in itertools.combinations(sent, 2):
         order = _order(a, b, slowest.request)
         fast, slow = (a, b) if order > 0 else (b, a)
         more, less = fast.sent or 0.0, slow.sent or 0.0
         if order and abs(more - less) > TIED_BYTES * max(more, less):
             judged += 1
             if more > less:
-                words = (
+                text = (
                     f"{fast.label} ({number(more / MIB)} MiB) is faster than {slow.label}"
                     f" ({number(less / MIB)} MiB)"
                 )
-                against.append((more / max(less, 1.0), words))
+                against.append((more / max(less, 1.0), text))
     if not judged:
         return ""
     where = f"On the slowest link, {slowest.words} ({slowest.rate} measured),"
@@ -210,7 +210,7 @@ def order_by_bytes(series: Sequence[LinkSeries], slowest: MeasuredLink) -> str:
             f"{where} the order by throughput is the order of the bytes sent, fewest first, in all"
             f" {pairs}."
         )
-    worst = listed([words for _, words in sorted(against, reverse=True)], 3)
+    worst = listed([text for _, text in sorted(against, reverse=True)], 3)
     return (
         f"{where} the faster of two strategies sends fewer bytes in {judged - len(against)} of"
         f" {pairs}; not so: {worst}."

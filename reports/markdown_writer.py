@@ -26,14 +26,14 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", plain)
 
 
-def _words(words: ui.Words) -> str:
+def _words(content: ui.Words) -> str:
     parts = []
-    for span in spans(words):
-        shown = ", " if span is BREAK else escaped(span.text)
+    for span in spans(content):
+        text = ", " if span is BREAK else escaped(span.text)
         # Spaces between the stars and the text would show the stars.
-        if "strong" in span.style.split() and shown.strip():
-            shown = f"**{shown.strip()}**"
-        parts.append(shown)
+        if "strong" in span.style.split() and text.strip():
+            text = f"**{text.strip()}**"
+        parts.append(text)
     return "".join(parts).strip()
 
 
@@ -76,6 +76,6 @@ def _table(table: ui.Table) -> str:
         f"|{'|'.join('--:' if head.kind == 'number' else '---' for head in columns)}|",
     ]
     for row in table.rows:
-        cells = [_words(words) for words in (row.head, *(cell.words for cell in row.cells))]
+        cells = [_words(content) for content in (row.head, *(cell.words for cell in row.cells))]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -51,14 +51,14 @@ def named(cell: CellResult, *, place: bool = True, label: str = "") -> str:
 
     `place`: include nodes and links. `label`: instead of the cell's.
     """
-    words = [label or cell.cell.label]
+    parts = [label or cell.cell.label]
     if place and cell.cell.nodes > 1:
-        words.append(f"{cell.cell.nodes} nodes")
+        parts.append(f"{cell.cell.nodes} nodes")
     if place and (link := link_words(cell)):
-        words.append(link)
+        parts.append(link)
     if cell.cell.regime == "weak" and cell.cell.devices > 1:
-        words.append("weak")
-    return " · ".join(words) + marks(cell)
+        parts.append("weak")
+    return " · ".join(parts) + marks(cell)
 
 
 def link_words(cell: CellResult) -> str:
@@ -68,11 +68,11 @@ def link_words(cell: CellResult) -> str:
 
 def device_words(cell: CellResult) -> str:
     """Returns `2 GPUs`, `16 GPUs on 2 nodes`, `2 devices on 2 nodes over 1gbit (emulated)`."""
-    words = plural(cell.cell.devices, "GPU" if cell.cell.device == "cuda" else "device")
+    devices = plural(cell.cell.devices, "GPU" if cell.cell.device == "cuda" else "device")
     if cell.cell.nodes > 1:
-        words += f" on {cell.cell.nodes} nodes"
+        devices += f" on {cell.cell.nodes} nodes"
     link = link_words(cell)
-    return f"{words} {link}" if link else words
+    return f"{devices} {link}" if link else devices
 
 
 def unit(throughput: str) -> str:
@@ -131,8 +131,10 @@ def flags(cell: CellResult) -> tuple[Flag, ...]:
         change = f"step time still changed by {percent(cell.speed.trend)} during the timed steps"
         cautions.append(Flag("trend", f"warm-up was too short: {change}"))
     if cell.trials == 1 and cell.status == "ok":
-        known = cell.speed.samples_per_second_low is not None
-        source = "its interval comes from the spread of the other cells" if known else "no interval"
+        measured = cell.speed.samples_per_second_low is not None
+        source = (
+            "its interval comes from the spread of the other cells" if measured else "no interval"
+        )
         cautions.append(Flag("1 trial", source))
     if cell.expected and cell.status == "diverged":
         cautions.append(Flag("expected to diverge", "expected by the matrix: not a failure"))
@@ -146,13 +148,13 @@ def disturbance(cell: CellResult) -> str:
 
 
 def gpu_findings(cell: CellResult) -> str:
-    words = cell.disturbance.gpu_findings
-    more = f", and {len(words) - _MOST_FINDINGS} more" if len(words) > _MOST_FINDINGS else ""
-    return f" ({'; '.join(words[:_MOST_FINDINGS])}{more})" if words else ""
+    findings = cell.disturbance.gpu_findings
+    more = f", and {len(findings) - _MOST_FINDINGS} more" if len(findings) > _MOST_FINDINGS else ""
+    return f" ({'; '.join(findings[:_MOST_FINDINGS])}{more})" if findings else ""
 
 
 def disturbance_legend(cells: Iterable[CellResult]) -> str:
     seen = {cause for cell in cells for cause in cell.disturbance.by_cause}
     return "; or ".join(
-        f"{words} some of its trials" for cause, words in CAUSES.items() if cause in seen
+        f"{meaning} some of its trials" for cause, meaning in CAUSES.items() if cause in seen
     )

@@ -37,7 +37,7 @@ def losses(cells: Sequence[CellResult]) -> list[Losses]:
             reference = tuple(math.nan if x is None else x for x in cell.parity.reference_losses)
             by_reference.setdefault(reference, []).append(cell)
     most_first = sorted(by_reference.items(), key=lambda item: -len(item[1]))
-    return [_losses(f"loss-{place}", *item) for place, item in enumerate(most_first)]
+    return [_losses(f"loss-{index}", *item) for index, item in enumerate(most_first)]
 
 
 def _losses(name: str, reference: tuple[float, ...], cells: Sequence[CellResult]) -> Losses:
@@ -46,15 +46,15 @@ def _losses(name: str, reference: tuple[float, ...], cells: Sequence[CellResult]
         for cell in cells
         if cell.parity.verdict == "diverged"
     ]
-    kept = [_curve(cell, len(reference)) for cell in cells if cell.parity.verdict in VERIFIED]
+    curves = [_curve(cell, len(reference)) for cell in cells if cell.parity.verdict in VERIFIED]
     first = cells[0]
     title = f"{first.cell.workload_name} · batch {first.cell.global_batch} · {first.cell.optimizer}"
     summary = (
         f"Loss over {plural(len(reference), 'step')}, {title}: the reference goes from"
-        f" {number(reference[0])} to {number(reference[-1])}; {plural(len(kept), 'cell')} agree"
+        f" {number(reference[0])} to {number(reference[-1])}; {plural(len(curves), 'cell')} agree"
         f" with it, {len(away)} diverged"
     )
-    return Losses(name, title, reference, tuple(kept), tuple(away), summary)
+    return Losses(name, title, reference, tuple(curves), tuple(away), summary)
 
 
 def _curve(cell: CellResult, steps: int) -> tuple[float, ...]:
@@ -175,7 +175,7 @@ def control_levels_in_words(levels: ControlLevels | None) -> str:
     def interval(level: ControlLevel) -> str:
         return f"{level.low:.3f} to {level.high:.3f}, " if math.isfinite(level.high) else ""
 
-    each = ", ".join(
+    level_text = ", ".join(
         f"{level.launcher} {level.ratio:.3f} ({interval(level)}{plural(level.trials, 'trial')})"
         for level in levels.launchers
     )
@@ -183,7 +183,7 @@ def control_levels_in_words(levels: ControlLevels | None) -> str:
     return plain_text(
         prose(
             "method control levels",
-            levels=each,
+            levels=level_text,
             labels=levels.labels,
             verdict=verdict,
             probability=f"{levels.probability:.3f}",
@@ -217,21 +217,21 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
         ("FLOPs and MFU", FORMULA),
         ("Parity", prose("method parity", steps=parity.steps if parity else "")),
     ]
-    return [(name, words) for name, words in rows if words]
+    return [(name, text) for name, text in rows if text]
 
 
 def method_blocks(report: RunReport) -> ui.Blocks:
     rows = methods(report)
     every = tolerances(report.cells)
-    for place, (loss, update, reason, labels) in enumerate(every):
-        if place == 0 and len(every) > 1:
+    for index, (loss, update, reason, labels) in enumerate(every):
+        if index == 0 and len(every) > 1:
             whom: ui.Words = plural(len(labels), "strategy variant")
         else:
             more = " and others" if len(labels) > MOST_NAMED else ""
             whom = phrase(*joined([data(label) for label in labels[:MOST_NAMED]]), more)
         because = f": {reason}" if reason else ""
-        words = f"in loss, {update} in update{because}. Holds for "
-        rows.append((f"Tolerance {loss}", phrase(words, whom, ".")))
+        text = f"in loss, {update} in update{because}. Holds for "
+        rows.append((f"Tolerance {loss}", phrase(text, whom, ".")))
     return [ui.Facts(rows)]
 
 

@@ -46,11 +46,11 @@ def hardware(run: RunRecord) -> str:
         model = "" if run.cpu_model is None else f" of {run.cpu_model}"
         gpus = "GPUs not used" if run.gpus_unused else "no GPU"
         return f"{plural(run.cpu_cores, 'CPU core')}{model}, {gpus}"
-    each = ""
+    per_node = ""
     if run.gpu_memory_bytes is not None:
-        each = f" ({number(run.gpu_memory_bytes / GIB)} GiB each)"
+        per_node = f" ({number(run.gpu_memory_bytes / GIB)} GiB each)"
     counts = Counter(run.gpus)
-    return " and ".join(f"{count} x {name}" for name, count in counts.items()) + each
+    return " and ".join(f"{count} x {name}" for name, count in counts.items()) + per_node
 
 
 def _gpus(run: RunRecord) -> list[tuple[str, str]]:
@@ -61,7 +61,7 @@ def _gpus(run: RunRecord) -> list[tuple[str, str]]:
         "NCCL": run.nccl_version,
         "cuDNN": run.cudnn_version,
     }
-    words = ", ".join(f"{name} {value}" for name, value in versions.items() if value is not None)
+    text = ", ".join(f"{name} {value}" for name, value in versions.items() if value is not None)
     facts = _json(run.gpu_facts)
     settings = Counter(map(_setting, facts if isinstance(facts, list) else []))
     each = "; ".join(
@@ -69,7 +69,7 @@ def _gpus(run: RunRecord) -> list[tuple[str, str]]:
     )
     return [
         ("GPUs not used", run.gpus_unused or ""),
-        ("GPU software", words),
+        ("GPU software", text),
         ("GPU settings", each),
         ("GPU speed, measured", _speed(run.device_speed)),
         ("GPU connections", _connections(_json(run.gpu_topology))),
@@ -85,13 +85,13 @@ def _speed(column: str | None) -> str:
     products = ", ".join(
         f"{name} {number(rate / 1e12)}" for name, rate in speed.matmul_flops_per_second.items()
     )
-    words = f"matrix products {products} TFLOP/s; copies {_gigabytes(speed.copy_bytes_per_second)}"
+    text = f"matrix products {products} TFLOP/s; copies {_gigabytes(speed.copy_bytes_per_second)}"
     for way, rates in (
         ("from the host", speed.host_to_device_bytes_per_second),
         ("to the host", speed.device_to_host_bytes_per_second),
     ):
-        words += "".join(f", {kind} {way} {_gigabytes(rate)}" for kind, rate in rates.items())
-    return f"{words}; a launch {number(speed.launch_seconds * 1e6)} µs"
+        text += "".join(f", {kind} {way} {_gigabytes(rate)}" for kind, rate in rates.items())
+    return f"{text}; a launch {number(speed.launch_seconds * 1e6)} µs"
 
 
 def _gigabytes(rate: float) -> str:
@@ -111,7 +111,7 @@ def _setting(facts: Mapping[str, float | bool | None]) -> str:
 def _connections(pairs: object) -> str:
     if not isinstance(pairs, list):
         return ""
-    kinds = Counter(row[other] for place, row in enumerate(pairs) for other in range(place))
+    kinds = Counter(row[other] for index, row in enumerate(pairs) for other in range(index))
     return "; ".join(f"{plural(count, 'pair')} by {kind}" for kind, count in kinds.items())
 
 

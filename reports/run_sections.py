@@ -189,7 +189,7 @@ def run_text(report: RunReport, requested: Sequence[str] = ()) -> Written:
     title = f"Which parallelism strategy? Matrix {run.matrix}, run {run.run_id}"
     line = f"{run_facts.hardware(run)}; PyTorch {run.torch_version}; {_counts(report)}"
     head: list[ui.Block] = [ui.Heading(title, 1), ui.Paragraph(line)]
-    head += [ui.Paragraph(words) for words in _cautions(report)]
+    head += [ui.Paragraph(caution) for caution in _cautions(report)]
     return written_text(report, head, SECTIONS, requested)
 
 

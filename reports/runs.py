@@ -106,11 +106,11 @@ class Runs:
     @functools.cached_property
     def rows(self) -> list[ComparedRow]:
         rows: dict[str, ComparedRow] = {}
-        for place, run in enumerate(self.shown):
+        for index, run in enumerate(self.shown):
             for line in run.against.lines if run.against else ():
                 if line.throughput and line.second:
                     empty: ComparedRow = (line.second, [None] * len(self.shown))
-                    rows.setdefault(line.second.cell_id, empty)[1][place] = line
+                    rows.setdefault(line.second.cell_id, empty)[1][index] = line
         return sorted(rows.values(), key=lambda row: row[0].cell_name)
 
     @property
@@ -148,9 +148,9 @@ def compare_all(results: Results) -> Runs:
     side = select(newest.run_id, only(results, [newest.run_id]))
     first_shown = max(0, len(records) - 1 - MOST_COLUMNS)
     runs = []
-    for place, record in enumerate(records):
+    for index, record in enumerate(records):
         against, why_not = None, ""
-        if first_shown <= place < len(records) - 1:
+        if first_shown <= index < len(records) - 1:
             against, why_not = _against(results, record, newest, side)
         runs.append(_run(record, cells, against, why_not))
     return Runs(
@@ -167,9 +167,9 @@ def _run(
     against: RunComparison | None,
     why_not: str,
 ) -> Run:
-    own = cells[record.run_id]
-    verified = sum(cell.ok for cell in own)
-    return Run(record, run_facts.hardware(record), verified, len(own), against, why_not)
+    run_cells = cells[record.run_id]
+    verified = sum(cell.ok for cell in run_cells)
+    return Run(record, run_facts.hardware(record), verified, len(run_cells), against, why_not)
 
 
 def _against(
@@ -201,12 +201,14 @@ def figure_unit(series: Series) -> tuple[str, float]:
 
 def change_words(series: Series, change: float) -> str:
     """Returns `▼ 10.0 % slower`."""
-    words = ("more", "less") if series.figure == "memory" else ("faster", "slower")
-    return f"{'▲' if change > 0 else '▼'} {signed(abs(change)).lstrip('+')} {words[change < 0]}"
+    directions = ("more", "less") if series.figure == "memory" else ("faster", "slower")
+    return (
+        f"{'▲' if change > 0 else '▼'} {signed(abs(change)).lstrip('+')} {directions[change < 0]}"
+    )
 
 
 def trend(series: Series, name: str) -> Trend:
-    shown, factor = figure_unit(series)
+    scaled, factor = figure_unit(series)
     values = tuple(point.value.value / factor for point in series.points)
     marked = [
         (i, change_words(series, point.change))
@@ -216,14 +218,16 @@ def trend(series: Series, name: str) -> Trend:
     cuts = [0, *(i for i, _ in marked), len(values)]
     levels = tuple((a, b - 1, statistics.median(values[a:b])) for a, b in itertools.pairwise(cuts))
     changes = (
-        "; ".join(f"{words} from {series.points[i].started_at:%Y-%m-%d} on" for i, words in marked)
+        "; ".join(
+            f"{change} from {series.points[i].started_at:%Y-%m-%d} on" for i, change in marked
+        )
         or "no change seen"
     )
-    newest = f"newest {number(values[-1])} {shown}"
+    newest = f"newest {number(values[-1])} {scaled}"
     return Trend(
         name,
         series.cell_name,
-        shown,
+        scaled,
         values,
         tuple(
             None if point.value.low is None else point.value.low / factor for point in series.points
@@ -245,16 +249,16 @@ def verdict_blocks(runs: Runs) -> ui.Blocks:
         return _headline(runs.alone)
     blocks: ui.Blocks = []
     if runs.shown and (against := runs.shown[0].against):
-        words = prose("runs latest", run=data(runs.shown[0].run_id), headline=against.headline)
-        blocks.append(ui.Paragraph(words, "lead"))
+        text = prose("runs latest", run=data(runs.shown[0].run_id), headline=against.headline)
+        blocks.append(ui.Paragraph(text, "lead"))
     if runs.changed:
         changes = [
             phrase(data(series.cell_name), f", {series.figure} {_last_change(series)}")
             for series in runs.changed[:MOST_CHANGES]
         ]
         count = f"{len(runs.changed)} of {len(runs.series)} series"
-        words = prose("runs changed", count=count, changes=joined(changes, "; "))
-        blocks.append(ui.Paragraph(words))
+        text = prose("runs changed", count=count, changes=joined(changes, "; "))
+        blocks.append(ui.Paragraph(text))
     elif runs.enough:
         blocks.append(ui.Paragraph(prose("runs unchanged")))
     columns = ui.heads(
@@ -277,16 +281,16 @@ def _run_row(run: Run, newest: Run) -> ui.Row:
     if run.against:
         against = [run.against.headline]
         if differences := run.against.differences:
-            names = joined([data(one, "small") for one in differences])
+            names = joined([data(difference, "small") for difference in differences])
             against += [BREAK, small("not the same software: "), *names]
     if run.why_not:
         against += [BREAK, data(run.why_not, "small")] if run.against else [data(run.why_not)]
     torch = f"; PyTorch {run.row.torch_version}"
-    place = [data(run.row.matrix), BREAK, data(run.hardware, "small"), data(torch, "small")]
+    where_run = [data(run.row.matrix), BREAK, data(run.hardware, "small"), data(torch, "small")]
     verified = f"{run.verified} / {run.cells}"
     return ui.Row(
         [data(run.run_id), BREAK, small(_date(run))],
-        [ui.Td(against, "prose"), ui.Td(verified), ui.Td(place, "prose")],
+        [ui.Td(against, "prose"), ui.Td(verified), ui.Td(where_run, "prose")],
     )
 
 
@@ -381,12 +385,12 @@ def _ratio(line: ComparedCell | None, run: Run) -> ui.Td:
     if line is None or line.throughput is None:
         return ui.Td(DASH)
     ratio = line.throughput
-    words: list[ui.Inline] = [_number("ratio", ratio.ratio)]
+    content: list[ui.Inline] = [_number("ratio", ratio.ratio)]
     if ratio.low is not None and ratio.high is not None:
-        words.append(small(f" ({number(ratio.low)} to {number(ratio.high)})"))
+        content.append(small(f" ({number(ratio.low)} to {number(ratio.high)})"))
     kind = " bad" if line.regression else " good" if line.kind == "faster" else ""
-    words += [BREAK, small(line.verdict)]
-    return ui.Td(words, f"number{kind}", attributes={"data-run": run.run_id})
+    content += [BREAK, small(line.verdict)]
+    return ui.Td(content, f"number{kind}", attributes={"data-run": run.run_id})
 
 
 def others_blocks(runs: Runs) -> ui.Blocks:
@@ -429,10 +433,10 @@ def history_blocks(runs: Runs) -> ui.Blocks:
     several.sort(key=lambda series: series.last_change is None)
     charts = [
         ui.Chart(
-            trend(series, f"trend-{place}"),
+            trend(series, f"trend-{index}"),
             f"{series.cell_name}{', peak memory' if series.figure == 'memory' else ''}",
         )
-        for place, series in enumerate(several[:MOST_CHARTS])
+        for index, series in enumerate(several[:MOST_CHARTS])
     ]
     return [ui.Charts(charts, prose("runs history"))]
 
@@ -461,12 +465,12 @@ def changes_blocks(runs: Runs) -> ui.Blocks:
 def _newest(series: Series) -> list[ui.Inline]:
     unit, factor = figure_unit(series)
     newest = series.newest.value
-    words: list[ui.Inline] = [
+    content: list[ui.Inline] = [
         _number("newest", newest.value, number(newest.value / factor)),
         f" {unit}",
     ]
     half = newest.half_width
-    return words if half is None else [*words, small(f" ± {number(half / factor, 2)}")]
+    return content if half is None else [*content, small(f" ± {number(half / factor, 2)}")]
 
 
 def _changed(series: Series) -> list[ui.Inline]:

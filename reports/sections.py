@@ -125,7 +125,7 @@ def written_page(
     Raises UsageError as `_with_data` does.
     """
     filled, absent = _with_data(report, list(sections), requested, "page")
-    shown = [
+    sections_left = [
         PageSection(
             section.name,
             section.title,
@@ -135,7 +135,7 @@ def written_page(
         )
         for section, blocks in filled
     ]
-    closed_last = sorted(shown, key=lambda section: section.summary != "")
+    closed_last = sorted(sections_left, key=lambda section: section.summary != "")
     return Written(html_page(head, closed_last, printed), absent)
 
 

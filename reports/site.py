@@ -66,7 +66,7 @@ def write_site(stores: Sequence[Store], folder: Path, instead: str = "") -> list
     Raises UsageError if two different runs share an id, if a run has values that cannot be
     reported, or if a file cannot be written.
     """
-    shown = []
+    reported = []
     for store, run_ids in _distinct(stores):
         # Other people's records may have any values.
         try:
@@ -78,10 +78,10 @@ def write_site(stores: Sequence[Store], folder: Path, instead: str = "") -> list
                 f"{str(store.folder)!r} has a run with values that cannot be reported"
                 f" ({type(error).__name__})"
             ) from error
-        shown += [entry for entry in found if entry.run.run_id in run_ids]
-    shown.sort(key=lambda entry: entry.run.started_at, reverse=True)
-    write_whole(page(shown, folder), folder / INDEX, instead)
-    return shown
+        reported += [entry for entry in found if entry.run.run_id in run_ids]
+    reported.sort(key=lambda entry: entry.run.started_at, reverse=True)
+    write_whole(page(reported, folder), folder / INDEX, instead)
+    return reported
 
 
 def _distinct(stores: Iterable[Store]) -> list[tuple[Store, list[str]]]:
@@ -149,23 +149,23 @@ def verdict_of(report: RunReport) -> tuple[str, str]:
     )
 
 
-def page(shown: Sequence[Entry], folder: Path) -> str:
+def page(reported: Sequence[Entry], folder: Path) -> str:
     """Returns the index of these runs; other pages of the folder are last."""
-    ours = {f"{entry.run.run_id}.html" for entry in shown} | {INDEX}
+    ours = {f"{entry.run.run_id}.html" for entry in reported} | {INDEX}
     others = sorted(
         path.name
         for path in folder.glob("*.html")
         if path.name not in ours and not path.name.endswith(".print.html")
     )
-    by_machine = sorted(shown, key=lambda entry: entry.machine)
+    by_machine = sorted(reported, key=lambda entry: entry.machine)
     rows = [row for entry in by_machine if entry.link for row in _rows(entry)]
-    machines = {entry.machine for entry in shown}
-    facts = [plural(len(shown), "run"), plural(len(machines), "machine")]
+    machines = {entry.machine for entry in reported}
+    facts = [plural(len(reported), "run"), plural(len(machines), "machine")]
     facts += [plural(len(rows), "cell")] if rows else []
-    if shown:
-        failing = plural(sum(bool(entry.report.failed) for entry in shown), "run")
-        facts += [f"newest {shown[0].started} UTC", f"failures in {failing}"]
-    runs: ui.Blocks = [_runs_table(shown), ui.Paragraph(prose("index"), "small")]
+    if reported:
+        failing = plural(sum(bool(entry.report.failed) for entry in reported), "run")
+        facts += [f"newest {reported[0].started} UTC", f"failures in {failing}"]
+    runs: ui.Blocks = [_runs_table(reported), ui.Paragraph(prose("index"), "small")]
     sections = [PageSection("runs", "Runs, newest first", runs)]
     if rows:
         heads = [ui.ColumnHead(column.title, column.unit, column.tip, "") for column in _COLUMNS]
@@ -179,7 +179,7 @@ def page(shown: Sequence[Entry], folder: Path) -> str:
     if others:
         links = ui.Bullets([ui.Span(name, "data", quote(name)) for name in others])
         sections.append(PageSection("others", "Other pages of this folder", [links]))
-    title = f"Reports of {plural(len(shown), 'run')}"
+    title = f"Reports of {plural(len(reported), 'run')}"
     head = PageHead(title, "All reports", facts, prose("index footer"), navigation=False)
     return html_page(head, sections)
 
@@ -253,7 +253,7 @@ def _rows(entry: Entry) -> list[ui.Row]:
     if report.is_search:
         return []
     group = _heading(entry)
-    ranked = [cell for one in report.groups for cell in one.rows]
+    ranked = [cell for ranked_group in report.groups for cell in ranked_group.rows]
     seen = {cell.cell_id for cell in ranked}
     rest = [cell for cell in report.cells if cell.cell_id not in seen]
     return [

@@ -51,7 +51,7 @@ def throughput_bars(
 
     `labels`: by cell id. `cells`: by default all, fastest first.
     """
-    shown = cells or group.rows[:MOST_ROWS]
+    cells_shown = cells or group.rows[:MOST_ROWS]
     baseline = next((c for c in group.rows if c.relative.baseline == c.cell_id), None)
     level = group.rate(baseline).value if baseline else None
 
@@ -71,16 +71,16 @@ def throughput_bars(
         )
 
     notes = [f"upright line: {baseline.cell.label}, the baseline"] if baseline else []
-    notes += [] if all(cell.parity.same_training for cell in shown) else [NOT_THE_SAME]
+    notes += [] if all(cell.parity.same_training for cell in cells_shown) else [NOT_THE_SAME]
     return bars_of(
         name,
         group.title,
         f"throughput ({group.unit}), 95 % interval",
-        shown,
+        cells_shown,
         bar,
         f"Throughput of {plural(len(group.rows), 'cell')} in {group.unit}, {group.title}, fastest"
         " first",
-        (*notes, *notes_for(shown), *omitted(len(group.rows), len(shown))),
+        (*notes, *notes_for(cells_shown), *omitted(len(group.rows), len(cells_shown))),
     )
 
 
@@ -91,7 +91,7 @@ def memory_bars(group: RankedGroup, name: str, cells: Sequence[RankedCell] = ())
         return None
     measured.sort(key=_peak)
     least = _peak(measured[0])
-    shown = cells or measured[:MOST_ROWS]
+    cells_shown = cells or measured[:MOST_ROWS]
 
     def bar(cell: RankedCell) -> Bar:
         label, value = named(cell, place=False), _peak(cell)
@@ -105,10 +105,10 @@ def memory_bars(group: RankedGroup, name: str, cells: Sequence[RankedCell] = ())
         name,
         group.title,
         "peak memory of the fullest device (MiB), range over trials",
-        shown,
+        cells_shown,
         bar,
-        f"Peak memory of {plural(len(shown), 'cell')} in MiB, {group.title}",
-        (*notes_for(shown), *omitted(len(measured), len(shown))),
+        f"Peak memory of {plural(len(cells_shown), 'cell')} in MiB, {group.title}",
+        (*notes_for(cells_shown), *omitted(len(measured), len(cells_shown))),
     )
 
 
@@ -118,7 +118,7 @@ def _peak(cell: RankedCell) -> float:
 
 def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
     """Charts throughput over memory; None if fewer than three cells have measured memory."""
-    front = {cell.cell_id: place for place, cell in enumerate(pareto(group), 1)}
+    front = {cell.cell_id: position for position, cell in enumerate(pareto(group), 1)}
     cells = [cell for cell in group.rows if cell.memory.peak_memory_bytes is not None]
     if len(cells) < 3:
         return None
@@ -137,14 +137,14 @@ def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
                 front.get(cell.cell_id),
             )
         )
-    words = "; ".join(
+    text = "; ".join(
         f"{p.label} {number(p.throughput)} {group.unit} in {number(p.memory)} MiB"
         for p in points
         if p.place
     )
     summary = (
         f"Peak memory against throughput, {group.title}. No other cell is better in both than:"
-        f" {words}"
+        f" {text}"
     )
     return Scatter(
         name, group.title, group.unit, tuple(points), summary, notes_for(cells, "hollow")
@@ -283,14 +283,14 @@ def _scaling(name: str, regime: str, curves: Sequence[Curve]) -> Scaling:
     base = max(line.values[0] for line in lines if line.x[0] == start)
     counts = sorted({n for line in lines for n in line.x})
     title = _scaling_title(flat[0], regime)
-    words = "; ".join(f"{line.summary} {unit(column)}" for line in lines[:6])
+    text = "; ".join(f"{line.summary} {unit(column)}" for line in lines[:6])
     return Scaling(
         name,
         title,
         unit(column),
         tuple(lines),
         tuple((n, base * n / start) for n in counts),
-        f"{title}, {plural(len(lines), 'line')} over {counts[0]} to {counts[-1]} devices: {words}",
+        f"{title}, {plural(len(lines), 'line')} over {counts[0]} to {counts[-1]} devices: {text}",
         notes_for(flat, "hollow"),
     )
 
@@ -317,10 +317,10 @@ def _line(curve: Curve, column: str) -> Line:
 def _scaling_title(cell: CellResult, regime: str) -> str:
     size = batch(cell.cell, regime)
     held = f"batch {size} in all" if regime == "strong" else f"batch {size} per device"
-    words = [f"{regime.capitalize()} scaling", cell.cell.workload_name, cell.cell.precision, held]
+    parts = [f"{regime.capitalize()} scaling", cell.cell.workload_name, cell.cell.precision, held]
     if cell.cell.optimizer != "adamw":
-        words.append(cell.cell.optimizer)
-    return " · ".join(words)
+        parts.append(cell.cell.optimizer)
+    return " · ".join(parts)
 
 
 def scaling_charts(report: RunReport) -> list[Scaling]:

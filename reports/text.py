@@ -31,7 +31,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def plain(value: float | None) -> str:
     """Formats a count or axis tick without extra digits: 8, 2,500, 0.5."""
-    return DASH if (known := finite(value)) is None else f"{float(known):,.10g}"
+    return DASH if (number := finite(value)) is None else f"{float(number):,.10g}"
 
 
 def scaled(value: float | None, factor: float, digits: int = 3) -> str:
@@ -41,13 +41,13 @@ def scaled(value: float | None, factor: float, digits: int = 3) -> str:
 
 def percent(value: float | None) -> str:
     """Formats a fraction as `85 %`."""
-    return DASH if (known := finite(value)) is None else f"{known * 100:.0f} %"
+    return DASH if (number := finite(value)) is None else f"{number * 100:.0f} %"
 
 
 def signed(value: float | None) -> str:
     """Formats a relative difference as `+1.2 %`."""
-    known = finite(value)
-    return DASH if known is None else f"{round(known * 100, 1) + 0.0:+.1f} %".replace("-", "−")
+    number = finite(value)
+    return DASH if number is None else f"{round(number * 100, 1) + 0.0:+.1f} %".replace("-", "−")
 
 
 def size(value: float | None) -> str:
@@ -78,10 +78,16 @@ def exact(value: float | None) -> str:
     return str(int(number_)) if number_.is_integer() and abs(number_) < 2**53 else repr(number_)
 
 
-def listed(words: list[str], most: int = 4) -> str:
+def listed(names: list[str], most: int = 4) -> str:
     """Returns `a, b and c`; past `most`, `a, b, c and 7 more`."""
-    shown = words if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    names_shown = (
+        names if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
+    )
+    return (
+        names_shown[0]
+        if len(names_shown) == 1
+        else f"{', '.join(names_shown[:-1])} and {names_shown[-1]}"
+    )
 
 
 def shortened(text: str, most: int) -> str:

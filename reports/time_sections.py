@@ -44,7 +44,10 @@ AT_BOUND = 1.02
 def _by_setting(profiles: Iterable[StepProfile]) -> list[list[StepProfile]]:
     by_id = {profile.result.cell_id: profile for profile in profiles}
     return [
-        sorted((by_id[cell.cell_id] for cell in group.rows), key=lambda one: one.profiled_step)
+        sorted(
+            (by_id[cell.cell_id] for cell in group.rows),
+            key=lambda cell_id_key: cell_id_key.profiled_step,
+        )
         for group in by_setting([profile.result for profile in by_id.values()])
     ]
 

@@ -128,10 +128,10 @@ def _roles(group: RankedGroup) -> Roles:
         cells = [(advice.cell, advice.role) for advice in advised.advice]
         cells += [(advised.baseline, "Baseline")] if advised.baseline else []
     by_id = {cell.cell_id: cell for cell, _ in cells}
-    words = {
+    meanings = {
         cell_id: [role for cell, role in cells if cell.cell_id == cell_id] for cell_id in by_id
     }
-    return [(cell, ", ".join(words[cell_id])) for cell_id, cell in by_id.items()]
+    return [(cell, ", ".join(meanings[cell_id])) for cell_id, cell in by_id.items()]
 
 
 def _figures(group: RankedGroup, roles: Roles) -> ui.Table:
@@ -156,7 +156,7 @@ def _largest_verdict(report: RunReport) -> ui.Blocks:
         link = ui.Span("The search so far", link="#largest")
         nothing = prose("nothing fits", budget=largest.budget)
         return [ui.Paragraph(nothing, "lead"), ui.Only("page", [ui.Paragraph(link)])]
-    words = prose(
+    text = prose(
         "largest fits",
         budget=largest.budget,
         what=largest.what,
@@ -166,7 +166,7 @@ def _largest_verdict(report: RunReport) -> ui.Blocks:
     more = ui.Span("All strategies, and the formula's figures", link="#largest")
     order: list[ui.Block] = [ui.Paragraph(data(sentence)) for sentence in largest.order]
     return [
-        ui.Paragraph(words, "lead"),
+        ui.Paragraph(text, "lead"),
         ui.Only("page", [ui.Paragraph(more)]),
         ui.Only("text", order),
     ]
@@ -178,25 +178,25 @@ def _lead(group: RankedGroup) -> ui.Blocks:
     advised = group.advised
     if advised is None:
         (best, tied), least = fastest(group), frugal(group)
-        words = prose(
+        text = prose(
             "passed",
             count=plural(len(group.rows), "strategy variant"),
             fastest=cell_name(best, place=False),
             tied=f", tied with {plural(len(tied), 'other')}" if tied else "",
             more=phrase("; least memory, ", *cell_name(least, place=False)) if least else "",
         )
-        return [ui.Paragraph(phrase(title, words), "lead")]
+        return [ui.Paragraph(phrase(title, text), "lead")]
     items = []
-    for place, advice in enumerate(advised.advice):
+    for index, advice in enumerate(advised.advice):
         item = [strong(advice.role), " ", *cell_name(advice.cell, place=False), ": "]
         item.append(data(advice.words))
         others = len(advised.may_be_fastest) - 1
-        if place == 0 and others > 0:
+        if index == 0 and others > 0:
             item.append(f"; {plural(others, 'other')} may be as fast")
         item.append(".")
-        if place == 0 and advised.reason:
+        if index == 0 and advised.reason:
             item.append(f" Why: {advised.reason}.")
-        if place == 0 and advised.caveat:
+        if index == 0 and advised.caveat:
             item.append(ui.Span(f" Caveat: {advised.caveat}.", "small"))
         items.append(item)
     equals: list[ui.Block] = []
@@ -233,7 +233,7 @@ def _same_training(parity: ParityCounts | None) -> ui.Blocks:
     diverged += f" and {'is' if away == 1 else 'are'} not ranked"
     if 0 < expected < away:
         diverged += f", {expected} of them as expected"
-    words = prose(
+    text = prose(
         "same training",
         passed=parity.passed,
         judged=plural(parity.judged, "cell"),
@@ -241,7 +241,7 @@ def _same_training(parity: ParityCounts | None) -> ui.Blocks:
         rewound=prose("rewound", count=parity.rewound) if parity.rewound else "",
         diverged=f".{diverged}" if away else "",
     )
-    return [ui.Paragraph(words, "small")]
+    return [ui.Paragraph(text, "small")]
 
 
 def compared(report: RunReport) -> list[RankedGroup]:

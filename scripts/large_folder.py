@@ -52,8 +52,8 @@ def name_of(number: int) -> str:
 
 
 def write_first(store: Store, number: int) -> None:
-    kept = load(KEPT)
-    run = RunRecord.from_frame(kept.runs)[-1]
+    reference = load(KEPT)
+    run = RunRecord.from_frame(reference.runs)[-1]
     name = name_of(number)
     plan = dataclasses.replace(
         kept_plan(Store(KEPT), run.run_id), run_id=name, trials=1, until_answered=False
@@ -63,9 +63,9 @@ def write_first(store: Store, number: int) -> None:
     store.write_run(run)
     steps = {
         cell_id: [dataclasses.replace(step, run_id=name) for step in StepRecord.from_frame(rows)]
-        for cell_id, rows in kept.steps[kept.steps["trial"] == 0].groupby("cell_id")
+        for cell_id, rows in reference.steps[reference.steps["trial"] == 0].groupby("cell_id")
     }
-    for trial in TrialRecord.from_frame(kept.trials[kept.trials["trial"] == 0]):
+    for trial in TrialRecord.from_frame(reference.trials[reference.trials["trial"] == 0]):
         store.write_trial(dataclasses.replace(trial, run_id=name), steps.get(trial.cell_id, ()))
     store.gather(name)
 
@@ -85,8 +85,8 @@ def write_like(store: Store, first: int, number: int) -> None:
     store.write_run(dataclasses.replace(run, run_id=name, started_at=began))
     written: dict[Path, pa.Table] = {}
     for file, rows in trials_of(store.folder, name_of(first)).items():
-        place = rows.column_names.index("run_id")
-        rows = rows.set_column(place, schema.field("run_id"), [[name] * len(rows)])
+        index = rows.column_names.index("run_id")
+        rows = rows.set_column(index, schema.field("run_id"), [[name] * len(rows)])
         written[write_file(store.folder / "trials" / name / file, schema, [rows])] = rows
     whole = pa.concat_tables(written.values()).combine_chunks()
     files.write_copy("trials", name, list(written), [whole])
@@ -100,10 +100,10 @@ def make(store: Store, runs: int) -> None:
         pool.map(functools.partial(write_like, store, last), range(last), chunksize=8)
 
 
-def seconds_of(words: Sequence[str], store: Store) -> float:
+def seconds_of(arguments: Sequence[str], store: Store) -> float:
     took = []
     with tempfile.TemporaryDirectory() as out:
-        given = [word.format(out=out) for word in words]
+        given = [word.format(out=out) for word in arguments]
         command = [sys.executable, "-m", "bench", *given, "--results", str(store.folder)]
         for _ in range(TIMES):
             began = time.perf_counter()

@@ -42,9 +42,9 @@ def asked(pins: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         requirements, report = Path(folder, "pins.txt"), Path(folder, "report.json")
         requirements.write_text("\n".join(pins) + "\n")
-        words = ["install", "--quiet", "--dry-run", "--ignore-installed", "--no-deps"]
-        words += ["--only-binary", ":all:", "--report", str(report), "-r", str(requirements)]
-        subprocess.run([sys.executable, "-m", "pip", *words], check=True)
+        arguments = ["install", "--quiet", "--dry-run", "--ignore-installed", "--no-deps"]
+        arguments += ["--only-binary", ":all:", "--report", str(report), "-r", str(requirements)]
+        subprocess.run([sys.executable, "-m", "pip", *arguments], check=True)
         document: dict[str, Any] = json.loads(report.read_text())
         return document
 

@@ -65,9 +65,9 @@ def watched(trials: int, folder: Path) -> list[Sample]:
     temporary.mkdir()
     matrix = folder / "long.yaml"
     matrix.write_text(MATRIX.format(trials=trials))
-    words = ["run", "--matrix", str(matrix), "--results", str(results), "--no-report"]
+    arguments = ["run", "--matrix", str(matrix), "--results", str(results), "--no-report"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "bench", *words, "--run", "long", "--trials", str(trials)],
+        [sys.executable, "-m", "bench", *arguments, "--run", "long", "--trials", str(trials)],
         stdout=subprocess.DEVNULL,
         env={**os.environ, "TMPDIR": str(temporary)},
     )
@@ -94,7 +94,7 @@ def watched(trials: int, folder: Path) -> list[Sample]:
 
 def typical(samples: Sequence[Sample], name: str) -> float:
     """Returns the median of memory, and the minimum of everything else."""
-    values = [getattr(each, name) for each in samples]
+    values = [getattr(sample, name) for sample in samples]
     return statistics.median(values) if name.endswith("_bytes") else min(values)
 
 

@@ -97,8 +97,8 @@ def _with_training_packages(run: Callable[..., None]) -> Callable[..., None]:
 
 def _register() -> None:
     for panel, commands in COMMANDS.items():
-        for command, place in commands.items():
-            module, _, function = place.partition(":")
+        for command, module_path in commands.items():
+            module, _, function = module_path.partition(":")
             group, _, name = command.rpartition(" ")
             panel_of_command = None if group else panel
             run = getattr(import_module(f"bench.cli.{module}"), function)

@@ -83,14 +83,14 @@ def compare(
     from harness.analysis.compare import compare_sides
     from harness.spec.errors import UsageError
 
-    words = sides or []
+    named_sides = sides or []
     if history:
-        if baseline or cells or fail_on or format_name or out or len(words) > 1:
+        if baseline or cells or fail_on or format_name or out or len(named_sides) > 1:
             raise UsageError(
                 "--history takes at most one cell or pattern, and only the options --figure,"
                 " --results and --json"
             )
-        _show_history(results, words[0] if words else None, figure, json_output)
+        _show_history(results, named_sides[0] if named_sides else None, figure, json_output)
         return
     if json_output and out is None and format_name not in (None, "json"):
         raise UsageError(
@@ -98,9 +98,9 @@ def compare(
             " the two out, or name a file with --out"
         )
     comparison = (
-        _within(words, baseline, cells, results)
+        _within(named_sides, baseline, cells, results)
         if cells
-        else compare_sides(*find_sides(words, baseline, results))
+        else compare_sides(*find_sides(named_sides, baseline, results))
     )
     if out is not None or not json_output:
         _write(comparison, format_name or _by_suffix(out), out)
@@ -140,11 +140,11 @@ def _within(
         )
     store = Store(results)
     run_id = find_run(store, *(sides or ["latest"]))
-    known = measured(store.load([run_id], steps=False))
+    predicted_widths = measured(store.load([run_id], steps=False))
     for pattern in patterns:
-        if not closest(known, pattern):
-            raise no_such_cell(pattern, f"run {run_id}", known)
-    first, second = (closest(known, pattern) for pattern in patterns)
+        if not closest(predicted_widths, pattern):
+            raise no_such_cell(pattern, f"run {run_id}", predicted_widths)
+    first, second = (closest(predicted_widths, pattern) for pattern in patterns)
     pairs = [
         (a, b)
         for a in first
@@ -231,12 +231,12 @@ def _measured(results: Path, pattern: str | None) -> list[MeasuredCell]:
     from harness.analysis.selection import measured
     from harness.record.store import Store
 
-    known = measured(Store(results).load(steps=False))
+    precisions = measured(Store(results).load(steps=False))
     if pattern is None:
-        return known
-    meant = matching(known, pattern)
+        return precisions
+    meant = matching(precisions, pattern)
     if not meant:
-        raise no_such_cell(pattern, repr(str(results)), known)
+        raise no_such_cell(pattern, repr(str(results)), precisions)
     return meant
 
 
@@ -262,14 +262,14 @@ def _runs(out: Console, series: Series) -> None:
     table.add_column("change from here on")
     for point in series.points:
         half = point.value.half_width
-        place = round((WIDTH - 1) * (point.value.value - low) / (high - low)) if high > low else 0
+        column = round((WIDTH - 1) * (point.value.value - low) / (high - low)) if high > low else 0
         table.add_row(
             f"{point.started_at:%Y-%m-%d %H:%M}",
             point.run_id,
             _value_text(series, point.value.value),
             "1 trial" if half is None else f"± {_value_text(series, half).split()[0]}",
             str(point.value.trials),
-            "·" * place + "█",
+            "·" * column + "█",
             "" if point.change is None else change_words(series, point.change),
         )
     out.print(table)

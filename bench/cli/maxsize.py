@@ -120,8 +120,8 @@ def maxsize(
 
 
 def _ended_well(row: MaxsizeResult) -> bool:
-    known = row.status in ("found", "all fit", "unavailable", "refused")
-    return known and row.parity != "diverged"
+    searched = row.status in ("found", "all fit", "unavailable", "refused")
+    return searched and row.parity != "diverged"
 
 
 def _conclude(
@@ -266,11 +266,11 @@ class SearchProgress:
         share = (number + (0.9 if trial.trial else 0.5)) / total
         left = (time.monotonic() - self.began) * (1 - share) / share
         if trial.status == "ok":
-            words = f"trains, parity {trial.parity_verdict}" if trial.trial else "fits"
+            result = f"trains, parity {trial.parity_verdict}" if trial.trial else "fits"
         elif trial.status == "out_of_memory":
-            words = f"out of memory in {trial.failed_in}" if trial.failed_in else "out of memory"
+            result = f"out of memory in {trial.failed_in}" if trial.failed_in else "out of memory"
         else:
-            words = f"{trial.status}: {trial.reason}"
+            result = f"{trial.status}: {trial.reason}"
         assert trial.parameters is not None
         assert trial.wall_seconds is not None
         blocks = f"{cell.workload.rpartition('x')[2]} blocks"
@@ -279,7 +279,7 @@ class SearchProgress:
             size = f"{cell.sequence_length} tokens"
         text = (
             f"{cell.label}: {size}{'' if cell.memory_limit_bytes else ' without the limit'}:"
-            f" {words} ({trial.wall_seconds:.1f} s)"
+            f" {result} ({trial.wall_seconds:.1f} s)"
         )
         self.out.print(
             escape(f"[{number + 1}/{total}] {text}, about {terminal.duration(left)} left")

@@ -194,13 +194,13 @@ def _tell(cell: Cell, record: ProfileRecord, files: list[Path], gpu: GpuTime | N
         for name in COMPONENTS
         if (seconds := getattr(record, f"{name}_seconds"))
     }
-    shown = sorted(
+    longest = sorted(
         ((name, seconds) for name, seconds in means.items() if seconds >= 5e-5),
         key=lambda pair: -pair[1],
     )
     print(
         "  mean of the ranks: "
-        + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in shown)
+        + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in longest)
     )
     if gpu:
         print(f"  GPU: {gpu.sentence}")

@@ -127,18 +127,18 @@ def _check(options: ReportOptions, open_browser: bool) -> None:
 
 
 def _reports(
-    store: Store, words: Sequence[str], every: bool, each: bool, options: ReportOptions
+    store: Store, patterns: Sequence[str], every: bool, per_run: bool, options: ReportOptions
 ) -> tuple[list[Path], list[str]]:
     from bench.select import find_runs
     from harness.spec.errors import UsageError
 
-    run_ids = find_runs(store, words, every)
-    if each and options.out is not None and len(run_ids) > 1:
+    run_ids = find_runs(store, patterns, every)
+    if per_run and options.out is not None and len(run_ids) > 1:
         raise UsageError(
             f"--out names one file, but --each writes {len(run_ids)} reports; leave one of the"
             " two out"
         )
-    groups = [[run_id] for run_id in run_ids] if each else [run_ids]
+    groups = [[run_id] for run_id in run_ids] if per_run else [run_ids]
     if options.baseline and len(groups[0]) > 1:
         raise UsageError("--baseline-cell is for reports of one run: name one, or use --each")
     written = [_one(store, group, options) for group in groups]

@@ -30,9 +30,14 @@ def show_plan(out: Console, prepared: Prepared) -> None:
         devices += f" on {cell.nodes} nodes" if cell.nodes > 1 else ""
         devices += f" {over(cell.links)}" if cell.links else ""
         batch = f"{cell.global_batch}{' weak' if cell.regime == 'weak' else ''}"
-        each = f"{planned.trials_of(cell)} x {seconds[cell.id]:.1f} s"
+        duration_text = f"{planned.trials_of(cell)} x {seconds[cell.id]:.1f} s"
         rows.add_row(
-            escape(cell.label), escape(cell.workload_name), devices, cell.precision, batch, each
+            escape(cell.label),
+            escape(cell.workload_name),
+            devices,
+            cell.precision,
+            batch,
+            duration_text,
         )
     out.print(rows)
     for absent in planned.left_out:

@@ -71,8 +71,8 @@ class RunProgress:
 
     def _draw(self, description: str | None = None, note: str = "") -> None:
         if self.bar and self.task is not None:
-            shown = None if description is None else escape(description)
-            self.bar.update(self.task, completed=self.done, description=shown, note=note)
+            escaped = None if description is None else escape(description)
+            self.bar.update(self.task, completed=self.done, description=escaped, note=note)
             self.bar.refresh()
 
     def preparing(self, what: str) -> None:

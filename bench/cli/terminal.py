@@ -36,8 +36,8 @@ def console(quiet: bool = False) -> Console:
 def table(title: str | None, *columns: str, left: Collection[str] = ()) -> Table:
     """Returns an empty table; its first column and `left` are left-aligned."""
     made = Table(title=title, title_justify="left")
-    for place, column in enumerate(columns):
-        if place == 0 or column in left:
+    for index, column in enumerate(columns):
+        if index == 0 or column in left:
             made.add_column(column, overflow="fold")
         else:
             made.add_column(column, justify="right")
@@ -158,11 +158,13 @@ def ranking(out: Console, cells: Sequence[CellResult]) -> None:
         out.print(f"† stand-in: {escape(stand_in)}")
     if any(cell.placement.oversubscribed for cell in cells):
         out.print("‡ more ranks than cores: its times tell you nothing about real hardware")
-    for cause, words in CAUSES.items():
+    for cause, meaning in CAUSES.items():
         if count := sum(cell.disturbance.by_cause.get(cause, 0) for cell in cells):
-            out.print(f"¶ {words} {count} of its trials")
-    for words in dict.fromkeys(words for cell in cells for words in cell.disturbance.gpu_findings):
-        out.print(f"  {escape(words)}")
+            out.print(f"¶ {meaning} {count} of its trials")
+    for meaning in dict.fromkeys(
+        meaning for cell in cells for meaning in cell.disturbance.gpu_findings
+    ):
+        out.print(f"  {escape(meaning)}")
     if absent := [system.name for system in systems(cells) if system.absent]:
         out.print(
             f"[yellow]not on this host[/yellow]: {escape(', '.join(absent))}; the reasons below"
@@ -200,7 +202,7 @@ def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
         peak, deviation = cell.memory.peak_memory_bytes, cell.parity.max_loss_deviation
         ranked.add_row(
             "~" if same else "",
-            escape(cell.cell.label) + "".join(mark for mark, shown in marks if shown),
+            escape(cell.cell.label) + "".join(mark for mark, applies in marks if applies),
             f"{cell.cell.devices}{on}{' weak' if cell.cell.regime == 'weak' else ''}",
             *([str(cell.cell.nodes)] if nodes else []),
             cell.cell.precision,

@@ -124,17 +124,17 @@ def _variables(site: Site, job: ClusterJob) -> Mapping[str, str]:
     return {name: str(value) for name, value in variables.items()}
 
 
-def _words(words: Sequence[str]) -> str:
-    return " ".join(shlex.quote(word) for word in words)
+def _words(arguments: Sequence[str]) -> str:
+    return " ".join(shlex.quote(word) for word in arguments)
 
 
-def _run(*words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
-    if shutil.which(words[0]) is None:
+def _run(*arguments: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+    if shutil.which(arguments[0]) is None:
         raise UsageError(
-            f"{words[0]} is not installed on this host: submit from a login node of the cluster,"
-            " or see the script with --dry-run"
+            f"{arguments[0]} is not installed on this host: submit from a login node of the"
+            " cluster, or see the script with --dry-run"
         )
-    return subprocess.run(words, input=given, capture_output=True, text=True, check=False)
+    return subprocess.run(arguments, input=given, capture_output=True, text=True, check=False)
 
 
 def sbatch(script: str) -> str:

@@ -300,14 +300,14 @@ def _reason(
 
 
 def _sent_less(use: CellResult, baseline: CellResult) -> str:
-    own, other = use.traffic.sent_bytes_per_step, baseline.traffic.sent_bytes_per_step
+    sent, other = use.traffic.sent_bytes_per_step, baseline.traffic.sent_bytes_per_step
     if use.cell.device != "cpu" or not other:
         return ""
     theirs = f"those of {baseline.cell.label} send {other / MIB:.1f} MiB a step over TCP"
-    if own is None:
+    if sent is None:
         return f"its ranks exchange tensors in memory; {theirs}"
-    if own < (1 - EQUAL) * other:
-        return f"its ranks send {own / MIB:.1f} MiB a step over TCP; {theirs}"
+    if sent < (1 - EQUAL) * other:
+        return f"its ranks send {sent / MIB:.1f} MiB a step over TCP; {theirs}"
     return ""
 
 
@@ -328,14 +328,14 @@ def _longest(profile: ProfileRecord, name: str) -> float | None:
 def change(comparison: Comparison) -> str:
     """Formats as `12.0 % faster (95 % interval: 8.0 to 16.1 %)`."""
     ratio = comparison.ratio - 1
-    words = f"{abs(ratio):.1%} {'faster' if ratio >= 0 else 'slower'}".replace("%", " %")
+    text = f"{abs(ratio):.1%} {'faster' if ratio >= 0 else 'slower'}".replace("%", " %")
     if comparison.low is None or comparison.high is None:
-        return f"{words} (too few trials for an interval)"
+        return f"{text} (too few trials for an interval)"
     ends = (comparison.low - 1, comparison.high - 1)
     if ratio < 0:
         ends = (-ends[1], -ends[0])
     low, high = (f"{end * 100:.1f}".replace("-", "−") for end in ends)
-    return f"{words} (95 % interval: {low} to {high} %)"
+    return f"{text} (95 % interval: {low} to {high} %)"
 
 
 def named(cells: Sequence[CellResult]) -> str:
@@ -399,13 +399,13 @@ def _faster(cell: CellResult, other: CellResult) -> bool:
 
 def _price(cell: CellResult, fastest: CellResult) -> str:
     ratio = compare(cell, fastest, CONFIDENCE)
-    words = f"{change(ratio)} than {fastest.cell.label}" if ratio else "faster"
+    text = f"{change(ratio)} than {fastest.cell.label}" if ratio else "faster"
     reason = cell.parity.reason or "a different training"
     if cell.parity.fp32_twin not in ("", "exact"):
         reason = f"its fp32 run is not exact either ({cell.parity.fp32_twin})"
     deviation = cell.parity.max_loss_deviation
     off = "" if deviation is None else f"; its loss was off by at most {deviation:.1e}"
-    return f"{words}, at the price of a different training: {reason}{off}"
+    return f"{text}, at the price of a different training: {reason}{off}"
 
 
 def _smallest(cells: Sequence[CellResult]) -> list[CellResult]:
@@ -416,13 +416,13 @@ def _smallest(cells: Sequence[CellResult]) -> list[CellResult]:
 
 def _memory(cell: CellResult, fastest: CellResult) -> str:
     peak = cell.memory.peak_memory_bytes or 0
-    words = f"{peak / MIB:,.0f} MiB on its fullest device"
+    text = f"{peak / MIB:,.0f} MiB on its fullest device"
     if cell is fastest or not fastest.memory.peak_memory_bytes:
-        return words
+        return text
     less = 1 - peak / fastest.memory.peak_memory_bytes
     other = "" if cell.parity.same_training else ", and it does not train exactly the same"
     return (
-        f"{words}, {less * 100:.0f} % less than {fastest.cell.label}, at"
+        f"{text}, {less * 100:.0f} % less than {fastest.cell.label}, at"
         f" {_ratio(cell, fastest) * 100:.0f} % of its throughput{other}"
     )
 

@@ -67,13 +67,13 @@ def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
     `efficiency_own` uses the one-device cell with as many micro-batches, else one with equally
     large ones; `efficiency_single` the plain single process, else the same.
     """
-    own: dict[tuple[object, ...], CellResult] = {}
+    single_devices: dict[tuple[object, ...], CellResult] = {}
     single: dict[tuple[object, ...], CellResult] = {}
     for cell in cells:
         if cell.ranked and cell.cell.devices == 1 and cell.speed.samples_per_second is not None:
             key = (cell.run_id, *setting(cell.cell, SCALED), cell.cell.global_batch)
             for alike in scaling_series(cell):
-                own.setdefault((*key, *alike), cell)
+                single_devices.setdefault((*key, *alike), cell)
             if cell.cell.strategy == BASELINE and cell.cell.plain:
                 single.setdefault(key, cell)
             if cell.cell.strategy == BASELINE and _one_micro_batch(cell.cell).plain:
@@ -81,7 +81,9 @@ def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
 
     def scaled(cell: CellResult) -> CellResult:
         key = (cell.run_id, *setting(cell.cell, SCALED), batch(cell.cell))
-        bases = [base for alike in scaling_series(cell) if (base := own.get((*key, *alike)))]
+        bases = [
+            base for alike in scaling_series(cell) if (base := single_devices.get((*key, *alike)))
+        ]
         of_own, own_low, own_high = _efficiency(cell, bases[0] if bases else None)
         plain = single.get(key) or single.get((*key, micro_batch(cell)))
         of_single, single_low, single_high = _efficiency(cell, plain)
@@ -122,13 +124,13 @@ def micro_batch(result: CellResult) -> float:
 def _efficiency(
     cell: CellResult, base: CellResult | None
 ) -> tuple[float | None, float | None, float | None]:
-    own, other, devices = cell.speed, base.speed if base else Speed(), cell.cell.devices
-    if not other.samples_per_second or own.samples_per_second is None:
+    speed, other, devices = cell.speed, base.speed if base else Speed(), cell.cell.devices
+    if not other.samples_per_second or speed.samples_per_second is None:
         return None, None, None
-    value = efficiency(own.samples_per_second, devices, other.samples_per_second)
-    if cell is base or own.log_throughput is None or other.log_throughput is None:
+    value = efficiency(speed.samples_per_second, devices, other.samples_per_second)
+    if cell is base or speed.log_throughput is None or other.log_throughput is None:
         return value, None, None
-    ends = ratio(own.log_throughput, other.log_throughput, CONFIDENCE)
+    ends = ratio(speed.log_throughput, other.log_throughput, CONFIDENCE)
     if ends.low is None or ends.high is None:
         return value, None, None
     return value, ends.low / devices, ends.high / devices

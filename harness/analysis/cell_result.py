@@ -253,8 +253,10 @@ class CellResult:
         return of_cell[name] if name in of_cell else getattr(self, name)
 
     def columns(self) -> dict[str, object]:
-        own = {name: value for name, value in vars(self).items() if name not in (*GROUPS, "cell")}
-        return cell_columns(self.cell) | own | {name: self.column(name) for name in _GROUP_OF}
+        ungrouped = {
+            name: value for name, value in vars(self).items() if name not in (*GROUPS, "cell")
+        }
+        return cell_columns(self.cell) | ungrouped | {name: self.column(name) for name in _GROUP_OF}
 
     def varied(self: Result, **fields: object) -> Result:
         return dataclasses.replace(self, cell=self.cell.model_copy(update=fields))

@@ -73,10 +73,10 @@ def _blocks(trials: Sequence[TrialRecord]) -> list[list[TrialRecord]]:
         if windows_of(trial) and not trial.oversubscribed:
             alike[computing(trial)].append(trial)
     return [
-        own[start : start + BLOCK]
-        for own in alike.values()
-        for start in range(0, len(own), BLOCK)
-        if len(own[start : start + BLOCK]) > 1
+        members[start : start + BLOCK]
+        for members in alike.values()
+        for start in range(0, len(members), BLOCK)
+        if len(members[start : start + BLOCK]) > 1
     ]
 
 
@@ -108,7 +108,10 @@ def _probability(
     labels = [np.array([number[_label(trial)] for trial in block]) for block in blocks]
     values = np.array(deviations)
     observed = _differences(np.concatenate(labels)[None], values, len(names))
-    shuffled = [chance.permuted(np.tile(own, (SHUFFLES, 1)), axis=1) for own in labels]
+    shuffled = [
+        chance.permuted(np.tile(labels_of_block, (SHUFFLES, 1)), axis=1)
+        for labels_of_block in labels
+    ]
     differences = _differences(np.concatenate(shuffled, axis=1), values, len(names))
     return (1 + int((differences >= observed).sum())) / (1 + SHUFFLES)
 

@@ -64,8 +64,10 @@ def effects_of(cells: Sequence[CellResult]) -> list[Effects]:
             fixed = setting(cell.cell, ("workload", "precision", "optimizer"))
             base = cell.cell.workload.partition("+")[0]
             places.setdefault((cell.run_id, base, cell.cell.regime, *fixed), []).append(cell)
-    known = [effects for place in places.values() if (effects := _effects(place))]
-    return sorted(known, key=lambda effects: -len(effects.effects))
+    found = [
+        effects for cells_of_setting in places.values() if (effects := _effects(cells_of_setting))
+    ]
+    return sorted(found, key=lambda effects: -len(effects.effects))
 
 
 def _effects(cells: Sequence[CellResult]) -> Effects | None:
@@ -86,14 +88,14 @@ def _effects(cells: Sequence[CellResult]) -> Effects | None:
             if twin := by_axes.get(without):
                 pairs.setdefault((axis, value), []).append((cell, twin))
     effects = [_effect(axis, value, twins, baseline) for (axis, value), twins in pairs.items()]
-    known = [effect for effect in effects if effect is not None]
+    measured = [effect for effect in effects if effect is not None]
     combined = any(_changes(cell, off) > 1 for cell in cells)
-    if not combined or len({effect.axis for effect in known}) < 2:
+    if not combined or len({effect.axis for effect in measured}) < 2:
         return None
-    known.sort(key=lambda effect: -effect.together.ratio)
+    measured.sort(key=lambda effect: -effect.together.ratio)
     return Effects(
         baseline,
-        tuple(known),
+        tuple(measured),
         max(cells, key=lambda cell: cell.speed.samples_per_second or 0.0),
         min(cells, key=lambda cell: cell.memory.peak_memory_bytes or math.inf),
     )
@@ -147,8 +149,8 @@ def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | 
     if len(speeds) != 2:
         return mean
     ratios = [mean, *(ratio(enabled, disabled, CONFIDENCE) for enabled, disabled in speeds)]
-    lows = [one.low for one in ratios if one.low is not None]
-    highs = [one.high for one in ratios if one.high is not None]
+    lows = [item.low for item in ratios if item.low is not None]
+    highs = [item.high for item in ratios if item.high is not None]
     return replace(mean, low=min(lows, default=None), high=max(highs, default=None))
 
 

@@ -70,41 +70,42 @@ def moderated(spreads: Sequence[Spread]) -> list[Spread]:
         return list(spreads)
     if math.isinf(common.degrees):
         pooled = sum(spread.degrees for spread in spreads)
-        return [Spread(common.of(own), pooled, own.averaged) for own in spreads]
+        return [Spread(common.of(measured), pooled, measured.averaged) for measured in spreads]
     return [
         Spread(
-            (common.degrees * common.of(own) + own.degrees * own.variance)
-            / (common.degrees + own.degrees),
-            common.degrees + own.degrees,
-            own.averaged,
+            (common.degrees * common.of(measured) + measured.degrees * measured.variance)
+            / (common.degrees + measured.degrees),
+            common.degrees + measured.degrees,
+            measured.averaged,
         )
-        for own in spreads
+        for measured in spreads
     ]
 
 
 def prior(spreads: Sequence[Spread]) -> VariancePrior | None:
-    known = [spread for spread in spreads if spread.degrees > 0 and spread.variance > 0]
-    if not known:
+    informative = [spread for spread in spreads if spread.degrees > 0 and spread.variance > 0]
+    if not informative:
         return None
-    if len(known) < FEWEST_FOR_PRIOR:
-        degrees = sum(spread.degrees for spread in known)
+    if len(informative) < FEWEST_FOR_PRIOR:
+        degrees = sum(spread.degrees for spread in informative)
         total = sum(
-            spread.variance * spread.averaged**-USUAL_POWER * spread.degrees for spread in known
+            spread.variance * spread.averaged**-USUAL_POWER * spread.degrees
+            for spread in informative
         )
         return VariancePrior(total / degrees, math.inf, USUAL_POWER)
-    return _most_likely(known)
+    return _most_likely(informative)
 
 
-def _most_likely(known: Sequence[Spread]) -> VariancePrior:
+def _most_likely(spreads: Sequence[Spread]) -> VariancePrior:
     import numpy as np
     from scipy.optimize import minimize
     from scipy.special import betaln
 
-    variances = np.array([spread.variance for spread in known])
-    own = np.array([spread.degrees for spread in known])
-    logs = np.log([spread.averaged for spread in known])
+    variances = np.array([spread.variance for spread in spreads])
+    degrees_of = np.array([spread.degrees for spread in spreads])
+    logs = np.log([spread.averaged for spread in spreads])
     middle = float(np.mean(logs))
-    with_trend = len(known) >= FEWEST_FOR_TREND and float(np.ptp(logs)) > math.log(2)
+    with_trend = len(spreads) >= FEWEST_FOR_TREND and float(np.ptp(logs)) > math.log(2)
 
     def unlikely(parameters: NDArray[np.float64]) -> float:
         level, log_degrees, power = (*map(float, parameters), USUAL_POWER)[:3]
@@ -114,13 +115,13 @@ def _most_likely(known: Sequence[Spread]) -> VariancePrior:
             return math.inf
         degrees = math.exp(log_degrees)
         common = np.exp(level + power * (logs - middle))
-        share = own / degrees * variances / common
-        each = (
-            own / 2 * np.log(share)
-            - (own + degrees) / 2 * np.log1p(share)
-            - betaln(own / 2, degrees / 2)
+        share = degrees_of / degrees * variances / common
+        terms = (
+            degrees_of / 2 * np.log(share)
+            - (degrees_of + degrees) / 2 * np.log1p(share)
+            - betaln(degrees_of / 2, degrees / 2)
         )
-        return -float(each.sum())
+        return -float(terms.sum())
 
     level = math.log(statistics.median(variances) + 1e-300)
     start = [level, math.log(5.0), *([-0.5] if with_trend else [])]
@@ -198,7 +199,7 @@ def _with_heats(
 
 def _of_separate(finished: Sequence[TrialRecord]) -> RunEstimates:
     windows = [windows_of(trial) for trial in finished]
-    measured = [mean_window(own) if own else None for own in windows]
+    measured = [mean_window(trial_windows) if trial_windows else None for trial_windows in windows]
     adjustments = _adjustments(finished, measured)
     usual = _usual_controls(finished, windows)
     logs: dict[str, list[float]] = {}
@@ -207,15 +208,15 @@ def _of_separate(finished: Sequence[TrialRecord]) -> RunEstimates:
     by_trial: dict[tuple[str, int], float] = {}
     controls: dict[str, float] = {}
     adjusted: set[str] = set()
-    for trial, own, parts in zip(finished, measured, windows, strict=True):
+    for trial, trial_windows, parts in zip(finished, measured, windows, strict=True):
         assert trial.samples_per_second is not None
         value = math.log(trial.samples_per_second)
-        if own:
-            value = math.log(trial.global_batch) - own.step
+        if trial_windows:
+            value = math.log(trial.global_batch) - trial_windows.step
             controls[trial.cell_id] = usual[computing(trial)]
             if adjustments[_kind(trial)].helps:
                 adjusted.add(trial.cell_id)
-                value += own.control - controls[trial.cell_id]
+                value += trial_windows.control - controls[trial.cell_id]
         logs.setdefault(trial.cell_id, []).append(value)
         steps.setdefault(trial.cell_id, []).append(steps_of(trial))
         lengths.setdefault(trial.cell_id, []).append(max(1, len(parts)))
@@ -240,9 +241,9 @@ def _adjustments(
     trials: Sequence[TrialRecord], measured: Sequence[Window | None]
 ) -> dict[_Kind, Adjustment]:
     kinds: dict[_Kind, dict[str, list[Window]]] = {}
-    for trial, own in zip(trials, measured, strict=True):
-        if own:
-            kinds.setdefault(_kind(trial), {}).setdefault(trial.cell_id, []).append(own)
+    for trial, window in zip(trials, measured, strict=True):
+        if window:
+            kinds.setdefault(_kind(trial), {}).setdefault(trial.cell_id, []).append(window)
     return {kind: adjustment(cells) for kind, cells in kinds.items()}
 
 
@@ -250,9 +251,11 @@ def _usual_controls(
     trials: Sequence[TrialRecord], windows: Sequence[Sequence[Window]]
 ) -> dict[Hashable, float]:
     together: dict[Hashable, list[float]] = {}
-    for trial, own in zip(trials, windows, strict=True):
-        if own:
-            together.setdefault(computing(trial), []).extend(window.control for window in own)
+    for trial, trial_windows in zip(trials, windows, strict=True):
+        if trial_windows:
+            together.setdefault(computing(trial), []).extend(
+                window.control for window in trial_windows
+            )
     return {key: statistics.median(controls) for key, controls in together.items()}
 
 

@@ -145,11 +145,13 @@ def _spread(separate: Mapping[str, LogEstimate], heats: Sequence[Heat]) -> HeatS
     fitted, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
     degrees = len(values) - int(rank)
     squares = float(((values - design @ fitted) ** 2).sum())
-    known = [separate[name] for name in names if separate[name].degrees > 0]
-    if degrees >= FEWEST_DEGREES or not known:
+    informative = [separate[name] for name in names if separate[name].degrees > 0]
+    if degrees >= FEWEST_DEGREES or not informative:
         return HeatSpread(max(squares / max(degrees, 1), LEAST_VARIANCE), float(degrees), True)
-    variance = statistics.median(one.error**2 * one.trials for one in known)
-    return HeatSpread(max(variance, LEAST_VARIANCE), min(one.degrees for one in known), False)
+    variance = statistics.median(estimate.error**2 * estimate.trials for estimate in informative)
+    return HeatSpread(
+        max(variance, LEAST_VARIANCE), min(estimate.degrees for estimate in informative), False
+    )
 
 
 LEAST_VARIANCE = 1e-8
@@ -169,10 +171,10 @@ def quasi_variances(covariance: Numbers, first: int = 0) -> Numbers:
     import numpy as np
 
     count = len(covariance)
-    own: Numbers = np.diag(covariance)
+    diagonal: Numbers = np.diag(covariance)
     if count == 1:
-        return own
-    differences = own[:, None] + own[None, :] - 2 * covariance
+        return diagonal
+    differences = diagonal[:, None] + diagonal[None, :] - 2 * covariance
     if count == 2:
         return np.full(2, differences[0, 1] / 2)
     rows, others = np.triu_indices(count, 1)

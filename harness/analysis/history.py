@@ -144,8 +144,8 @@ def _critical(n: int) -> tuple[float, float]:
             - sums[:, MIN_RUNS : n - MIN_RUNS + 1 - length]
         )
         np.maximum(between, np.abs(stretches).max(axis=1) / deviation(length), out=between)
-    place = math.ceil((_SHUFFLES + 1) * (1 - FALSE_ALARM_RATE / 2)) - 1
-    return float(np.sort(single)[place]), float(np.sort(between)[place])
+    index = math.ceil((_SHUFFLES + 1) * (1 - FALSE_ALARM_RATE / 2)) - 1
+    return float(np.sort(single)[index]), float(np.sort(between)[index])
 
 
 Figure = Literal["throughput", "memory"]
@@ -223,14 +223,14 @@ def _series(every: Sequence[MeasuredCell], figure: Figure) -> Series | None:
         return None
     newest = good[-1]
     same = [cell for cell in good if _comparable(cell, newest, figure)]
-    shown = same[-MOST_RUNS:]
-    values = [estimate([*_by_round(cell, figure).values()]) for cell in shown]
+    recent = same[-MOST_RUNS:]
+    values = [estimate([*_by_round(cell, figure).values()]) for cell in recent]
     edges = change_points([value.value for value in values], SMALLEST_EFFECTS[figure])
     logs = [math.log(value.value) for value in values]
     changes = dict(zip(edges, relative_changes(logs, edges), strict=True))
     points = tuple(
-        HistoryPoint(cell.run_id, cell.started_at, value, changes.get(place))
-        for place, (cell, value) in enumerate(zip(shown, values, strict=True))
+        HistoryPoint(cell.run_id, cell.started_at, value, changes.get(index))
+        for index, (cell, value) in enumerate(zip(recent, values, strict=True))
     )
     elsewhere, failed = len(good) - len(same), len(every) - len(good)
     return Series(newest.cell_id, newest.cell_name, figure, points, elsewhere, failed)

@@ -159,9 +159,11 @@ def between_runs(
         drift = first.control - second.control
     if first.degrees <= 0 or second.degrees <= 0:
         return comparison(mean + drift, None, count)
-    of_first, of_second = (one.error**2 + one.level_error**2 for one in (first, second))
+    of_first, of_second = (
+        estimate.error**2 + estimate.level_error**2 for estimate in (first, second)
+    )
     parts = of_first**2 / first.degrees + of_second**2 / second.degrees
-    outliers = sum((OUTLIER / one.trials) ** 2 for one in (first, second))
+    outliers = sum((OUTLIER / estimate.trials) ** 2 for estimate in (first, second))
     errors = of_first + of_second + outliers
     degrees = min(MOST_DEGREES, errors**2 / parts) if parts else MOST_DEGREES
     error = math.hypot(math.sqrt(errors), CONTROL_MISMATCH * drift)
@@ -169,10 +171,12 @@ def between_runs(
     adjusted = first.adjusted and second.adjusted
     if not drift or (same_control and adjusted):
         return found
-    own = between_runs(replace(first, control=None), replace(second, control=None), confidence)
-    lows, highs = (own.low, found.low), (own.high, found.high)
+    unadjusted = between_runs(
+        replace(first, control=None), replace(second, control=None), confidence
+    )
+    lows, highs = (unadjusted.low, found.low), (unadjusted.high, found.high)
     return replace(
-        found if adjusted else own,
+        found if adjusted else unadjusted,
         low=min(low for low in lows if low is not None),
         high=max(high for high in highs if high is not None),
     )

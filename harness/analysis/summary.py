@@ -149,8 +149,8 @@ class _Fill:
             for field in fields(group)
             if (summary := field.metadata.get("summary"))
         }
-        known = {name: value for name, value in values.items() if value is not None}
-        return group(**known, **others)
+        recorded = {name: value for name, value in values.items() if value is not None}
+        return group(**recorded, **others)
 
     def _value(self, summary: Summary, column: str) -> Any:
         match summary:
@@ -243,7 +243,7 @@ def _disturbance(trials: Sequence[TrialRecord]) -> Disturbance:
     descriptions = tuple(disturbance_in_words(trial, causes) for trial, causes in by_trial)
     records = [gpus_of(trial) for trial in trials]
     findings = [finding.words for record in records for finding in record.findings()]
-    unanswered = [words for record in records for words in record.unanswered]
+    unanswered = [reason for record in records for reason in record.unanswered]
     return Disturbance(
         trials=len(descriptions),
         by_cause={cause: counts[cause] for cause in CAUSES if counts[cause]},
@@ -253,14 +253,14 @@ def _disturbance(trials: Sequence[TrialRecord]) -> Disturbance:
 
 
 def _states(trials: Sequence[TrialRecord]) -> KeptStates:
-    kept = [
+    complete = [
         (sum(sizes), sizes, trial)
         for trial in trials
         for sizes in zip(*(getattr(trial, name) for name in STATE_KINDS), strict=True)
     ]
-    if not kept:
+    if not complete:
         return KeptStates()
-    total, sizes, trial = max(kept, key=lambda rank: rank[0])
+    total, sizes, trial = max(complete, key=lambda rank: rank[0])
     states = KeptStates(
         **dict(zip(STATE_KINDS, sizes, strict=True)),
         state_bytes=total,

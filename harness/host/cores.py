@@ -72,11 +72,11 @@ def _near_gpus(cell: Cell, local: int) -> tuple[tuple[int, ...], ...]:
     gpus = cell.devices // cell.nodes
     workers = min(local, gpus)
     shares = _shares(gpus)
-    each = gpus // workers
-    own = (shares[rank * each : (rank + 1) * each] for rank in range(workers))
+    per_worker = gpus // workers
+    worker_shares = (shares[rank * per_worker : (rank + 1) * per_worker] for rank in range(workers))
     servers = local - workers
     return (
-        *(tuple(sorted(set().union(*parts))) for parts in own),
+        *(tuple(sorted(set().union(*parts))) for parts in worker_shares),
         *[tuple(sorted(allowed))] * servers,
     )
 
@@ -101,13 +101,17 @@ def share_cores(
     `near`: threads near each GPU; all cores if it has none of them."""
     groups: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for gpu, threads in enumerate(near):
-        own = tuple(core for core in cores if set(core) & set(threads)) or tuple(cores)
-        groups.setdefault(own, []).append(gpu)
+        usable = tuple(core for core in cores if set(core) & set(threads)) or tuple(cores)
+        groups.setdefault(usable, []).append(gpu)
     shares: list[tuple[int, ...]] = [()] * len(near)
-    for own, gpus in groups.items():
-        size = len(own) // len(gpus)
-        for place, gpu in enumerate(gpus):
-            part = own[place * size : (place + 1) * size] if size else own[place % len(own) :][:1]
+    for usable, gpus in groups.items():
+        size = len(usable) // len(gpus)
+        for index, gpu in enumerate(gpus):
+            part = (
+                usable[index * size : (index + 1) * size]
+                if size
+                else usable[index % len(usable) :][:1]
+            )
             shares[gpu] = tuple(thread for core in part for thread in core)
     return shares
 

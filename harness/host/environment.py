@@ -155,14 +155,18 @@ def _has_code_for(capability: tuple[int, int], built: Sequence[str]) -> bool:
     on all equal or later versions (CUDA C++ Programming Guide, compute capability). `built`: the
     architectures; empty if unknown, which means True.
     """
-    own = 10 * capability[0] + capability[1]
+    version = 10 * capability[0] + capability[1]
     for name in built:
         kind, _, number = name.partition("_")
         code = int("".join(c for c in number if c.isdigit()) or 0)
         exact = number.endswith("a")  # architecture-specific code runs on no other version
-        if kind == "sm" and code // 10 == own // 10 and (code == own if exact else code <= own):
+        if (
+            kind == "sm"
+            and code // 10 == version // 10
+            and (code == version if exact else code <= version)
+        ):
             return True
-        if kind == "compute" and not exact and code <= own:
+        if kind == "compute" and not exact and code <= version:
             return True
     return not built
 

@@ -112,7 +112,7 @@ def _visible(variable: str | None) -> tuple[Gpu, ...]:
         numbers = list(physical)
         if variable is not None:
             uuids = [_uuid(library, gpu) for gpu in physical.values()]
-            numbers = [numbers[place] for place in _places(variable, uuids)]
+            numbers = [numbers[index] for index in _places(variable, uuids)]
         first_slice = next((slices[number][0] for number in numbers if slices[number]), None)
         if first_slice is not None:
             return _identities(library, [first_slice])
@@ -150,17 +150,17 @@ def _places(variable: str, uuids: Sequence[str]) -> list[int]:
     chosen: list[int] = []
     by_uuid = variable.startswith("GPU-")
     for word in variable.split(","):
-        place = _of_uuid(word, uuids) if by_uuid else _leading_number(word)
-        if place in chosen:
+        index = _of_uuid(word, uuids) if by_uuid else _leading_number(word)
+        if index in chosen:
             return []
-        if place < 0 or (by_uuid and not word.startswith("GPU-")):
+        if index < 0 or (by_uuid and not word.startswith("GPU-")):
             break
-        chosen.append(place)
-    return chosen[: next((i for i, place in enumerate(chosen) if place >= len(uuids)), None)]
+        chosen.append(index)
+    return chosen[: next((i for i, index in enumerate(chosen) if index >= len(uuids)), None)]
 
 
 def _of_uuid(word: str, uuids: Sequence[str]) -> int:
-    matching = [place for place, uuid in enumerate(uuids) if uuid.startswith(word)]
+    matching = [index for index, uuid in enumerate(uuids) if uuid.startswith(word)]
     return matching[0] if len(matching) == 1 else -1
 
 

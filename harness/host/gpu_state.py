@@ -236,19 +236,19 @@ def heat(state: GpuState) -> str:
 
 
 def _during(uses: Iterable[GpuUse]) -> list[GpuFinding]:
-    words = []
+    reasons = []
     for rank, use in enumerate(uses):
         held = use.throttled_seconds or {}
         least = _THROTTLED_SHARE * use.counted_seconds
         if held.get("temperature", 0.0) > least:
-            words.append(f"rank {rank}: held back by heat for {_of(held['temperature'], use)}")
+            reasons.append(f"rank {rank}: held back by heat for {_of(held['temperature'], use)}")
         for state in use.states:
             if state.slowed:
-                words.append(f"GPU {state.index} in the timed steps: {heat(state)}")
+                reasons.append(f"GPU {state.index} in the timed steps: {heat(state)}")
             capped = held.get("power", 0.0) > least or "power cap" in (state.reasons or ())
             if capped and state.power_limit_lowered:
-                words.append(f"GPU {state.index}: {_limit(state)}")
-    return [GpuFinding("throttled", text) for text in words]
+                reasons.append(f"GPU {state.index}: {_limit(state)}")
+    return [GpuFinding("throttled", text) for text in reasons]
 
 
 def _limit(state: GpuState) -> str:

@@ -75,8 +75,8 @@ def _slurm_limit(variables: Mapping[str, str]) -> list[int]:
 
 def _resident_bytes() -> int:
     total = 0
-    own = psutil.Process()
-    for process in (own, *own.children(recursive=True)):
+    this_process = psutil.Process()
+    for process in (this_process, *this_process.children(recursive=True)):
         try:
             total += process.memory_info().rss
         except psutil.Error:

@@ -92,8 +92,8 @@ class Nvml:
 
     def members(self, function: str, *arguments: object) -> tuple[int, ...]:
         """Decodes a set of numbers from 64-bit words, lowest bit first."""
-        words: Sequence[int] = self._ask(function, *arguments) or ()
-        return tuple(i for i in range(64 * len(words)) if int(words[i // 64]) >> i % 64 & 1)
+        masks: Sequence[int] = self._ask(function, *arguments) or ()
+        return tuple(i for i in range(64 * len(masks)) if int(masks[i // 64]) >> i % 64 & 1)
 
     def bus_id(self, function: str, *arguments: object) -> str | None:
         answer = self._ask(function, *arguments)

@@ -27,10 +27,10 @@ def _present_pages(page: int) -> Iterator[tuple[int, int]]:
 
     with open("/proc/self/maps") as maps, open("/proc/self/pagemap", "rb", buffering=0) as entries:
         for line in maps.read().splitlines():
-            place, access, *_ = line.split()
+            addresses, access, *_ = line.split()
             if access[1] + access[3] != "wp":
                 continue
-            first, end = (int(address, 16) // page for address in place.split("-"))
+            first, end = (int(address, 16) // page for address in addresses.split("-"))
             entries.seek(first * _BYTES_PER_ENTRY)
             content = entries.read((end - first) * _BYTES_PER_ENTRY)
             present = np.frombuffer(content, np.uint64) & np.uint64(_PRESENT) != 0

@@ -37,10 +37,10 @@ def user_class(name: str) -> UserClass:
     """Imports FILE:NAME or MODULE:NAME; raises UsageError that says what is missing."""
     match = PLACE.fullmatch(name)
     assert match is not None
-    place = match["place"]
-    if place.endswith(".py"):
-        place = str(Path(place).expanduser().resolve())
-    return _imported(place, match["name"])
+    source = match["place"]
+    if source.endswith(".py"):
+        source = str(Path(source).expanduser().resolve())
+    return _imported(source, match["name"])
 
 
 def entry_point_class(group: str, name: str) -> UserClass | None:
@@ -63,20 +63,20 @@ def entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
 
 
 @functools.cache
-def _imported(place: str, name: str) -> UserClass:
-    shown = f"{place}:{name}"
+def _imported(source: str, name: str) -> UserClass:
+    label = f"{source}:{name}"
     try:
-        module = _file(place) if place.endswith(".py") else importlib.import_module(place)
+        module = _file(source) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:  # a user's file may raise anything
-        raise UsageError(f"{place!r} cannot be imported: {first_line(error)}") from None
+        raise UsageError(f"{source!r} cannot be imported: {first_line(error)}") from None
     loaded = getattr(module, name, None)
     if not isinstance(loaded, type):
         classes = [n for n, c in inspect.getmembers(module, inspect.isclass) if _of(c, module)]
         raise UsageError(
-            f"{place!r} has no class {name!r}; its classes are: {', '.join(classes) or 'none'}"
+            f"{source!r} has no class {name!r}; its classes are: {', '.join(classes) or 'none'}"
         )
     content = Path(inspect.getfile(loaded)).read_bytes()
-    return UserClass(shown, loaded, hashlib.sha256(content).hexdigest()[:16])
+    return UserClass(label, loaded, hashlib.sha256(content).hexdigest()[:16])
 
 
 def _of(loaded: type, module: ModuleType) -> bool:

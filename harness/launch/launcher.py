@@ -215,22 +215,26 @@ class Launcher:
                 ended_by(stop, kill),
                 caller_not_imported(),
             ):
-                own = command(folder)
+                arguments = command(folder)
                 spec = dataclasses.replace(
                     spec,
                     scratch=scratch,
                     cores=pin(cell, spec.processes, len(spec.ranks)),
                     progress=progress,
                     parent=(
-                        0 if own else os.getpid() if cell.launcher == "spawn" else self.fork_server
+                        0
+                        if arguments
+                        else os.getpid()
+                        if cell.launcher == "spawn"
+                        else self.fork_server
                     ),
                 )
                 controls: list[BaseProcess] = []
                 try:
                     controls += _start_controls(spec)
-                    if own:
-                        by = Path(own[0]).name
-                        left.ended = ending(_run_command(own, spec), by=by)
+                    if arguments:
+                        by = Path(arguments[0]).name
+                        left.ended = ending(_run_command(arguments, spec), by=by)
                     else:
                         left.exit_codes = (
                             _spawn(spec) if cell.launcher == "spawn" else run_elastic(spec, store)
@@ -296,7 +300,7 @@ def _spawn(spec: TrialSpec) -> dict[int, int]:
 def _run_command(command: list[str], spec: TrialSpec) -> int:
     file = Path(spec.scratch) / "spec.json"
     file.write_text(spec.to_json())
-    place = {
+    variables = {
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(_free_port()),
         "OMP_NUM_THREADS": str(threads_of(spec.cell, spec.cores[0])),
@@ -308,7 +312,7 @@ def _run_command(command: list[str], spec: TrialSpec) -> int:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, **place},
+            env={**os.environ, **variables},
             start_new_session=True,
             preexec_fn=die_with_parent,
         )

@@ -146,10 +146,10 @@ def classify_end(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "
     return Outcome("ok", "", answers=answers)
 
 
-def _together(one: Hang | None, other: Hang | None) -> Hang | None:
-    if one is None or other is None:
-        return one or other
-    return Hang(max(one.seconds, other.seconds), one.doing | other.doing)
+def _together(first: Hang | None, other: Hang | None) -> Hang | None:
+    if first is None or other is None:
+        return first or other
+    return Hang(max(first.seconds, other.seconds), first.doing | other.doing)
 
 
 def ending(exit_code: int | None, by: str) -> str:

@@ -119,8 +119,8 @@ def not_restored(
     saved: Sequence[SavedAnswer], loaded: Sequence[LoadedAnswer], tensors: bool
 ) -> str:
     """Returns which step counters, or tensors if asked, a library did not restore."""
-    for rank, (one, other) in enumerate(zip(saved, loaded, strict=False)):
-        before, after = one.state, other.state
+    for rank, (saved_value, other) in enumerate(zip(saved, loaded, strict=False)):
+        before, after = saved_value.state, other.state
         if before.counters != after.counters:
             return (
                 f"rank {rank}'s step counters were {list(before.counters)} when it saved and are"

@@ -138,8 +138,8 @@ def ask_ranks(scratch: str, pids: Mapping[int, int]) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGUSR1)
     time.sleep(0.5)
-    own = shutil.which("py-spy", path=str(Path(sys.executable).parent))
-    if program := own or shutil.which("py-spy"):
+    installed = shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if program := installed or shutil.which("py-spy"):
         dumps = [(rank, _py_spy(program, pid)) for rank, pid in pids.items()]
         for rank, process in dumps:
             text = b""

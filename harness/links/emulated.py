@@ -186,9 +186,9 @@ def shares(count: int) -> list[tuple[list[int], str | None]]:
     cores_each, cards_each = max(1, len(cores) // count), len(cards) // count
     parts: list[tuple[list[int], str | None]] = []
     for node in range(count):
-        own = {cores[(node * cores_each + i) % len(cores)] for i in range(cores_each)}
+        share = {cores[(node * cores_each + i) % len(cores)] for i in range(cores_each)}
         gpus_here = ",".join(cards[node * cards_each : (node + 1) * cards_each])
-        parts.append((sorted(own), gpus_here if cards else None))
+        parts.append((sorted(share), gpus_here if cards else None))
     return parts
 
 

@@ -123,15 +123,15 @@ class Switch:
         if (name, inside) in self.shaped:
             run(["tc", "qdisc", "del", "dev", name, "root"], inside=inside)
             self.shaped.remove((name, inside))
-        place = ["root"]
+        parent = ["root"]
         if delay:
             netem = f"tc qdisc add dev {name} root handle 1: netem delay {delay} limit 100000"
             run(netem.split(), inside=inside)
             self.shaped.add((name, inside))
-            place = ["parent", "1:1"]
+            parent = ["parent", "1:1"]
         if rate:
             limits = ["rate", f"{rate:.0f}bit", "burst", str(burst_bytes(rate)), "latency", _QUEUE]
-            run(["tc", "qdisc", "add", "dev", name, *place, "tbf", *limits], inside=inside)
+            run(["tc", "qdisc", "add", "dev", name, *parent, "tbf", *limits], inside=inside)
             self.shaped.add((name, inside))
 
     def _relay(self, seconds: float) -> None:
@@ -173,8 +173,8 @@ def start_node(
         own_hosts(Path(rendezvous_file).with_name(HOSTS))
         os.sched_setaffinity(0, cores)
 
-    place = ["--node", str(number), "--name", f"node{number}", "--interface", INTERFACE]
-    options = [rendezvous_file, *place]
+    identity = ["--node", str(number), "--name", f"node{number}", "--interface", INTERFACE]
+    options = [rendezvous_file, *identity]
     with open(Path(rendezvous_file).with_name(LOG), "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "harness.agent", *options],

@@ -32,8 +32,8 @@ Method: TypeAlias = Callable[..., Any]
 @contextlib.contextmanager
 def replaced(owner: object, name: str, wrap: Callable[[Method], Method]) -> Iterator[None]:
     """Wraps `owner.name`, of a class, instance or module, within the context."""
-    own = vars(owner) if hasattr(owner, "__dict__") else {}
-    inherited = name not in own
+    attributes = vars(owner) if hasattr(owner, "__dict__") else {}
+    inherited = name not in attributes
     before = getattr(owner, name)
     setattr(owner, name, wrap(before))
     try:

@@ -197,9 +197,9 @@ def _tracker(written: list[Tensor]) -> MemTracker:
         ) -> None:
             if isinstance(func, torch._ops.HigherOrderOperator) or not func._schema.is_mutable:
                 return
-            for place, argument in enumerate(func._schema.arguments):
-                by_name = argument.kwarg_only or place >= len(args)
-                tensor = kwargs.get(argument.name) if by_name else args[place]
+            for index, argument in enumerate(func._schema.arguments):
+                by_name = argument.kwarg_only or index >= len(args)
+                tensor = kwargs.get(argument.name) if by_name else args[index]
                 changed = argument.alias_info is not None and argument.alias_info.is_write
                 if (
                     changed
@@ -224,9 +224,9 @@ class Shortage(TypedDict):
 def phase(error: BaseException) -> str:
     """Returns the traceback's phase: set-up, forward, backward, update or verification."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame.name for frame in frames if Path(frame.filename).is_relative_to(HOME)]
-    if "timed_step" not in own:
-        return "verification" if "verify" in own else "set-up"
+    functions = [frame.name for frame in frames if Path(frame.filename).is_relative_to(HOME)]
+    if "timed_step" not in functions:
+        return "verification" if "verify" in functions else "set-up"
     names = [frame.name for frame in frames]
     below = frames[names.index("timed_step") + 2 :]  # what the training step called
     if any(frame.name in _BACKWARD for frame in below):

@@ -34,8 +34,8 @@ def _stacks() -> int:
         size = 2 * 2**20
     total = 0
     for line in Path("/proc/self/maps").read_text().splitlines():
-        place, rights, _, device, *_ = line.split()
-        first, _, last = place.partition("-")
+        addresses, rights, _, device, *_ = line.split()
+        first, _, last = addresses.partition("-")
         if rights == "rw-p" and device == "00:00" and int(last, 16) - int(first, 16) == size:
             total += size
     return total

@@ -137,11 +137,11 @@ def counting(calls: Counter[Call], operators: list[int]) -> OperatorObserver:
 def collective_call(name: str, args: Sequence[object]) -> Call | None:
     if name not in _OPERATORS:
         return None
-    operation, place = _OPERATORS[name]
+    operation, position = _OPERATORS[name]
     size = _group_size(args)
     functional = isinstance(args[-1], str)
     is_part = operation in ("gather", "scatter") or (functional and operation == "all_gather")
-    return Call(operation, tensor_bytes(args[place]) * (size if is_part else 1), size)
+    return Call(operation, tensor_bytes(args[position]) * (size if is_part else 1), size)
 
 
 def _group_size(args: Sequence[object]) -> int:

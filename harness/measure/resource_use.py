@@ -92,9 +92,9 @@ class Load:
     def stop(self) -> None:
         if self._start is None:
             return
-        (began, own, busy), (ended, own_now, busy_now) = self._start, self._read()
+        (began, before, busy), (ended, own_now, busy_now) = self._start, self._read()
         self.seconds += ended - began
-        self.own += own_now - own
+        self.own += own_now - before
         self.busy = (
             None
             if self.busy is None or busy is None or busy_now is None

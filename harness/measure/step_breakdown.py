@@ -129,8 +129,8 @@ class Busy:
         return cls(begins, ends)
 
     def at(self, time: float) -> bool:
-        place = bisect.bisect_right(self.begins, time) - 1
-        return place >= 0 and time < self.ends[place]
+        index = bisect.bisect_right(self.begins, time) - 1
+        return index >= 0 and time < self.ends[index]
 
 
 def breakdown(
@@ -207,13 +207,18 @@ def own_seconds(step: dict[str, float]) -> float:
 def straggler(steps: Sequence[Sequence[float]]) -> tuple[int, float] | None:
     """Returns the rank that is slowest in every step, and its median excess over the others' median
     as a share; None below STRAGGLES. `steps`: each rank's own seconds, by step."""
-    slowest = {max(range(len(own)), key=lambda rank: own[rank]) for own in steps if len(own) > 1}
+    slowest = {
+        max(range(len(seconds)), key=lambda rank: seconds[rank])
+        for seconds in steps
+        if len(seconds) > 1
+    }
     if len(slowest) != 1:
         return None
     (rank,) = slowest
-    others = [statistics.median([*own[:rank], *own[rank + 1 :]]) for own in steps]
+    others = [statistics.median([*seconds[:rank], *seconds[rank + 1 :]]) for seconds in steps]
     excess = statistics.median(
-        own[rank] / other - 1 if other else 0.0 for own, other in zip(steps, others, strict=True)
+        seconds[rank] / other - 1 if other else 0.0
+        for seconds, other in zip(steps, others, strict=True)
     )
     return (rank, excess) if excess > STRAGGLES else None
 

@@ -249,7 +249,7 @@ class NodesLauncher:
             return Outcome("unavailable", self.nodes.shortfall(cell.nodes), time.time(), 0.0)
         spec = TrialSpec(cell, data, processes, token=secrets.token_hex(8), **more)
         specs = [
-            dataclasses.replace(spec, node=place, node_name=node.name)
-            for place, node in enumerate(nodes)
+            dataclasses.replace(spec, node=index, node_name=node.name)
+            for index, node in enumerate(nodes)
         ]
         return Trial(self.nodes.lose, nodes, specs, on_progress).run()

@@ -157,9 +157,9 @@ class Trial:
             return True
         received_at, left = what
         del self.open[node.line.connection]
-        place, machine = self.nodes.index(node), node.facts["machine"]
+        index, machine = self.nodes.index(node), node.facts["machine"]
         for rank, answer in left.answers.items():
-            left.answers[rank] = answer.on_node(place, machine, self.sent_at - received_at)
+            left.answers[rank] = answer.on_node(index, machine, self.sent_at - received_at)
         self.left.add(left)
         return left.succeeded and len(left.answers) == len(self.specs[self.nodes.index(node)].ranks)
 

@@ -177,10 +177,10 @@ def secure(raw: socket.socket, secret: bytes, *, coordinator: bool) -> NodeConne
     try:
         address = raw.getsockname()[0] if over_tcp else ""
         raw.settimeout(HANDSHAKE_SECONDS)
-        own = secrets.token_bytes(_SIZE)
-        raw.sendall(own)
+        nonce = secrets.token_bytes(_SIZE)
+        raw.sendall(nonce)
         other = read_exactly(raw, _SIZE, deadline)
-        nonces = own + other if coordinator else other + own
+        nonces = nonce + other if coordinator else other + nonce
         to_agent, to_coordinator = (
             _tag(secret, _PURPOSE, direction, nonces) for direction in (_TO_AGENT, _TO_COORDINATOR)
         )

@@ -109,8 +109,8 @@ def addresses_of(interface: str | None = None) -> list[str]:
     """Returns IPv4 addresses of this host or one interface: the host name's first, loopback last.
     Raises UsageError for an unknown interface."""
     by_interface = {
-        name: [a.address for a in known if a.family == socket.AF_INET]
-        for name, known in psutil.net_if_addrs().items()
+        name: [a.address for a in addresses if a.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
     }
     if interface is not None:
         if not by_interface.get(interface):
@@ -124,7 +124,7 @@ def addresses_of(interface: str | None = None) -> list[str]:
         named = socket.gethostbyname(socket.gethostname())
     routed = by_interface.get(default_interface() or "", [])
     return sorted(
-        {a for known in by_interface.values() for a in known},
+        {a for addresses in by_interface.values() for a in addresses},
         key=lambda a: (a.startswith("127."), a != named, a not in routed, a),
     )
 
@@ -150,8 +150,8 @@ def default_interface(table: Path = Path("/proc/net/route")) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    for name, known in psutil.net_if_addrs().items():
-        if any(a.address == address for a in known):
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address == address for a in addresses):
             return name
     return None
 

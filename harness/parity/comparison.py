@@ -63,9 +63,9 @@ def deviations_from(
                 for name, kind, tensor in full_moments(train_state, comparison.shape_of)
             }
     updates, elements, decays, directions = (
-        {name: of_tensor[place] for name, of_tensor in found.items()} for place in range(4)
+        {name: of_tensor[index] for name, of_tensor in found.items()} for index in range(4)
     )
-    gaps, coarse = ({n: of_state[place] for n, of_state in moments.items()} for place in range(2))
+    gaps, coarse = ({n: of_state[index] for n, of_state in moments.items()} for index in range(2))
     return Deviations(updates, elements, decays, directions, buffers, gaps, coarse)
 
 
@@ -114,20 +114,20 @@ class _Comparison:
         """Returns a parameter's deviations: update, element, decay and direction."""
         import torch
 
-        known = self.known(name)
-        if known in self.frozen:
-            expected_digest = self.frozen[known]
+        reference = self.known(name)
+        if reference in self.frozen:
+            expected_digest = self.frozen[reference]
             # Packed weights may be stored as another dtype, with the same bytes.
             same = digest(tensor) == expected_digest or (
                 digest(tensor.contiguous().view(torch.uint8)) == expected_digest
             )
             return 0.0 if same else math.inf, 0.0, 0.0, 0.0
-        expected = self.expected(f"parameters/{known}", tensor)
-        if expected is None or known not in self.norms:
+        expected = self.expected(f"parameters/{reference}", tensor)
+        if expected is None or reference not in self.norms:
             return math.inf, math.inf, math.inf, 0.0
-        gap, moved = self.gap(known, tensor, expected), self.norms[known]
+        gap, moved = self.gap(reference, tensor, expected), self.norms[reference]
         most = float(gap.norm(math.inf)) if gap.numel() else 0.0
-        weights = self.workload.without_zero_gradient(known, expected)
+        weights = self.workload.without_zero_gradient(reference, expected)
         scale = float(weights.norm()) * moved
         # Avoids another tensor of this size, because memory may be limited.
         product = abs(float(gap.flatten().dot(weights.flatten())))
@@ -137,7 +137,9 @@ class _Comparison:
             along = max(0.0, along - CHANCE * without_direction)
         element = _ratio(most * math.sqrt(gap.numel()), moved)
         direction, size = 0.0, float(weights.norm())
-        least = max(LEAST_DECAY * self.decay, self.update_error * abs(self.update_shares[known]))
+        least = max(
+            LEAST_DECAY * self.decay, self.update_error * abs(self.update_shares[reference])
+        )
         if self.decay and product >= least * size**2 > 0.0:
             direction = product / (size * float(gap.norm())) * math.sqrt(gap.numel())
         return _ratio(float(gap.norm()), moved), element, along, direction
@@ -160,13 +162,13 @@ class _Comparison:
 
     def moment(self, name: str, kind: str, tensor: Tensor) -> tuple[float, float]:
         """Returns an optimizer state's deviations `moments` and `coarse`."""
-        known = self.known(name)
-        expected = self.expected(f"{kind}/{known}", tensor)
+        reference = self.known(name)
+        expected = self.expected(f"{kind}/{reference}", tensor)
         if expected is None:
             return math.inf, 0.0
-        size = self.workload.without_zero_gradient(known, expected).norm()
+        size = self.workload.without_zero_gradient(reference, expected).norm()
         coarse = max(0.0, _in_16_bits(tensor) - _in_16_bits(expected))
-        return _ratio(float(self.gap(known, tensor, expected).norm()), float(size)), coarse
+        return _ratio(float(self.gap(reference, tensor, expected).norm()), float(size)), coarse
 
 
 def _in_16_bits(tensor: Tensor) -> float:

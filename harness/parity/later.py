@@ -32,14 +32,14 @@ GROWTH_PER_STEP = 0.08
 
 
 def envelope(
-    step: int, segment: int, tolerance: float, own: float, drift: Sequence[float]
+    step: int, segment: int, tolerance: float, deviation: float, drift: Sequence[float]
 ) -> float:
     """Returns the allowed relative loss deviation at a step after the segment; infinite from
     `WIDEST`.
 
     Declared tolerances grow with the root of the steps, like independent roundings, or with the
-    drift if that grew more. `own`: the trial's largest deviation within the segment. `drift`: the
-    second reference's, by step, or empty.
+    drift if that grew more. `deviation`: the trial's largest deviation within the segment. `drift`:
+    the second reference's, by step, or empty.
     """
     if tolerance >= WIDEST:  # declared to be a different training
         return math.inf
@@ -53,7 +53,7 @@ def envelope(
         rounding = UNKNOWN * grown
     if tolerance > EXACT.loss:
         rounding = max(rounding, tolerance * max(grown, math.sqrt((step + 1) / max(1, segment))))
-    return max(NARROWEST, min(most, max(TIMES_OWN * own, rounding)))
+    return max(NARROWEST, min(most, max(TIMES_OWN * deviation, rounding)))
 
 
 def with_jumps(drift: Sequence[float], segment: int) -> list[float]:
@@ -70,8 +70,8 @@ def deviations_later(
     losses: Sequence[float | None], reference: Sequence[float], segment: int
 ) -> list[float]:
     """Returns |loss - reference| / |reference| by step after the segment."""
-    known = min(len(losses), len(reference))
-    return loss_deviations(losses[segment:known], reference[segment:known])
+    count = min(len(losses), len(reference))
+    return loss_deviations(losses[segment:count], reference[segment:count])
 
 
 def with_later(
@@ -81,9 +81,9 @@ def with_later(
     drift: Sequence[float],
 ) -> ParityVerdict:
     """Returns the verdict, or `diverged` if a later loss leaves the envelope."""
-    own = verdict.max_loss_deviation or 0.0
+    parity_deviation = verdict.max_loss_deviation or 0.0
     for step, deviation in enumerate(later, segment):
-        allowed = envelope(step, segment, verdict.loss_tolerance, own, drift)
+        allowed = envelope(step, segment, verdict.loss_tolerance, parity_deviation, drift)
         if not (deviation <= allowed and math.isfinite(deviation)):
             off = f"is off by {deviation:.1e}" if math.isfinite(deviation) else "is not finite"
             return replace(

@@ -205,8 +205,8 @@ class Reference:
 
     @property
     def noise(self) -> Noise | None:
-        known = self.facts.get("noise")
-        return _noise_of(**known) if known else None
+        stored = self.facts.get("noise")
+        return _noise_of(**stored) if stored else None
 
     def _write(self, facts: dict[str, Any]) -> None:
         write_atomically(Path(self.folder, "reference.json"), json.dumps(facts))

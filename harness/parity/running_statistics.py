@@ -49,9 +49,9 @@ class RunningStatistics:
             for replicas in self.replicas:
                 if part < self.parts // replicas:
                     for statistic, old in before.items():
-                        kept = self.kept[f"{replicas}/{name}.{statistic}"]
+                        statistics = self.kept[f"{replicas}/{name}.{statistic}"]
                         moved = getattr(module, statistic) - old
-                        kept += moved + (module.momentum or 0.0) * (old - kept)
+                        statistics += moved + (module.momentum or 0.0) * (old - statistics)
 
         module.register_forward_pre_hook(remember)
         module.register_forward_hook(update)

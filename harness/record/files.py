@@ -206,9 +206,9 @@ def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
 
     times = [field.name for field in table.schema if pa.types.is_timestamp(field.type)]
     for name in times:
-        place, zoneless = table.column_names.index(name), pa.timestamp("us")
+        index, zoneless = table.column_names.index(name), pa.timestamp("us")
         parts = [chunk.view(zoneless) for chunk in table.column(name).chunks]
-        table = table.set_column(place, name, pa.chunked_array(parts, zoneless))
+        table = table.set_column(index, name, pa.chunked_array(parts, zoneless))
     rows: list[dict[str, Any]] = table.to_pylist()
     for row in rows:
         for name in times:
@@ -304,8 +304,8 @@ class RunFiles:
         names = ("cell_id", "trial", "attempt")
         keys = zip(*(rows.column(name).to_pylist() for name in names), strict=True)
         places: dict[TrialKey, list[int]] = {}
-        for place, key in enumerate(keys):
-            places.setdefault(TrialKey(*key), []).append(place)
+        for index, key in enumerate(keys):
+            places.setdefault(TrialKey(*key), []).append(index)
         for trial, of_trial in places.items():
             write_file(folder / f"{trial.stem}.parquet", schema, [rows.take(of_trial)])
 

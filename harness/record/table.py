@@ -68,8 +68,8 @@ class Record:
         by_column: dict[str, object] = {}
         for column in cls.columns():
             value = row.get(column.name)
-            known = pd.api.types.is_list_like(value) or bool(pd.notna(value))
-            by_column[column.name] = _value(column, value, known)
+            present = pd.api.types.is_list_like(value) or bool(pd.notna(value))
+            by_column[column.name] = _value(column, value, present)
         return cls(**by_column)
 
     @classmethod
@@ -95,13 +95,13 @@ def _values(column: Column, frame: pd.DataFrame) -> list[object]:
     if column.name not in frame.columns:
         return [_value(column, None, False) for _ in range(len(frame))]
     values = frame[column.name]
-    known = values.notna().tolist()
-    return [_value(column, v, k) for v, k in zip(values.tolist(), known, strict=True)]
+    present = values.notna().tolist()
+    return [_value(column, v, k) for v, k in zip(values.tolist(), present, strict=True)]
 
 
-def _value(column: Column, value: object, known: bool) -> object:
+def _value(column: Column, value: object, present: bool) -> object:
     """Converts to Python types, undoing pandas' floats for integers and arrays for lists."""
-    if known:
+    if present:
         return _CONVERTED[column.type](value)
     if column.default is dataclasses.MISSING:
         raise ValueError(f"column {column.name!r} is null or missing")

@@ -159,8 +159,8 @@ class TimeBudget:
             return False
         budget = self.plan.time_budget_seconds or math.inf
         seconds_left = budget - (self.now() - self.began)
-        each = map(self._seconds, still_planned)
-        needed = sum(seconds for seconds in each if seconds <= self._seconds(cell))
+        durations = map(self._seconds, still_planned)
+        needed = sum(seconds for seconds in durations if seconds <= self._seconds(cell))
         late = needed > seconds_left
         self.left_out += late
         return late

@@ -105,8 +105,8 @@ def token_step(workload: str, ranks: int, budget: int) -> int:
     few = 2 * ranks
     cell = Cell(strategy=BASELINE, workload=workload, global_batch=1)
     short, long = (activation_bytes(cell_at_size(cell, n, few * 16)) for n in (1, 2))
-    each = (long - short) / (few * 16)
-    return few * max(1, round(budget / each / 100 / few))
+    per_token = (long - short) / (few * 16)
+    return few * max(1, round(budget / per_token / 100 / few))
 
 
 def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
@@ -240,17 +240,17 @@ class Search:
         return status == "ok"
 
     def _status(self, launcher: LauncherProtocol, cell: Cell, trial: int) -> str:
-        known = self._known.setdefault((cell.id, trial), [])
+        statuses = self._known.setdefault((cell.id, trial), [])
         while (
-            not known
-            or known[-1] == "interrupted"
+            not statuses
+            or statuses[-1] == "interrupted"
             or (
-                known[-1] in NOT_A_SIZE_LIMIT
-                and sum(status in NOT_A_SIZE_LIMIT for status in known) < 2
+                statuses[-1] in NOT_A_SIZE_LIMIT
+                and sum(status in NOT_A_SIZE_LIMIT for status in statuses) < 2
             )
         ):
             self.listener.trial_started(cell, trial, self.position)
-            key = TrialKey(cell.id, trial, len(known) + 1)
+            key = TrialKey(cell.id, trial, len(statuses) + 1)
             if trial == 0:
                 trial_record = self.runner.run_trial(
                     launcher, cell, key, self.position, None, self.listener.step
@@ -258,11 +258,11 @@ class Search:
             else:
                 trial_record = self._verified(launcher, cell, key)
             self.position += 1
-            known.append(trial_record.status)
+            statuses.append(trial_record.status)
             self.listener.trial_finished(cell, trial_record)
-            if known[-1] == "interrupted":
+            if statuses[-1] == "interrupted":
                 raise KeyboardInterrupt
-        return known[-1]
+        return statuses[-1]
 
     def _verified(self, launcher: LauncherProtocol, cell: Cell, key: TrialKey) -> TrialRecord:
         if peak_bytes(reference_cell(cell)) > available_memory_bytes():

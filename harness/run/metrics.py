@@ -158,8 +158,10 @@ def _with_windows(trial: TrialRecord, ranks: Sequence[TrainedAnswer], cycle: int
 
 
 def _pauses(steps: Sequence[Sequence[RankStep]]) -> list[list[float]]:
-    each = ([r.control_seconds for r in step if r.control_seconds is not None] for step in steps)
-    return [known for known in each if known]
+    per_step = (
+        [r.control_seconds for r in step if r.control_seconds is not None] for step in steps
+    )
+    return [seconds for seconds in per_step if seconds]
 
 
 def timed_seconds(by_rank: Sequence[Sequence[RankStep]]) -> list[float]:
@@ -188,9 +190,11 @@ def _time_slices(
     step numbers of `steps`."""
     slices = []
     for (first, began), (end, _) in itertools.pairwise([*begins, (math.inf, 0.0)]):
-        own = [i for i, number in enumerate(numbers) if first <= number < end]
-        if own:
-            cycles = over_cycles([steps[i] for i in own], [numbers[i] for i in own], cycle)
+        steps_of_slice = [i for i, number in enumerate(numbers) if first <= number < end]
+        if steps_of_slice:
+            cycles = over_cycles(
+                [steps[i] for i in steps_of_slice], [numbers[i] for i in steps_of_slice], cycle
+            )
             slices.append((began, percentile(cycles, 0.5)))
     return slices
 
@@ -297,5 +301,5 @@ def _foreign_load(answers: Sequence[RankAnswer]) -> float | None:
 
 
 def all_known(values: Sequence[Number | None]) -> tuple[Number, ...]:
-    known = tuple(value for value in values if value is not None)
-    return known if len(known) == len(values) else ()
+    present = tuple(value for value in values if value is not None)
+    return present if len(present) == len(values) else ()

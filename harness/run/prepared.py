@@ -134,11 +134,11 @@ class Surroundings:
     def noted_in(self, trial: TrialRecord, gpus: int, outcome: Outcome) -> TrialRecord:
         """Adds these observations to a trial that used `gpus` GPUs, ignoring its own ranks, which
         may still be exiting."""
-        own = {answer.pid for answer in outcome.answers}
+        ranks = {answer.pid for answer in outcome.answers}
         return replace(
             trial,
             gpu_before=as_json(self.gpus_before[:gpus]),
-            gpu_after=as_json([state.without(own) for state in self.gpus_after[:gpus]]),
+            gpu_after=as_json([state.without(ranks) for state in self.gpus_after[:gpus]]),
             idle_before=self.idle_before,
             idle_after=self.idle_after,
         )

@@ -153,11 +153,11 @@ def _with_bytes(record: ProfileRecord, ranks: Sequence[ProfiledAnswer]) -> Profi
         [(Call(operation, size, group), float(count)) for operation, size, group, count in rank]
         for rank in counts
     ]
-    sent = [algorithm_bytes(own, r.wire) for own, r in zip(calls, ranks, strict=True)]
+    sent = [algorithm_bytes(rank_calls, r.wire) for rank_calls, r in zip(calls, ranks, strict=True)]
     return replace(
         record,
         collectives=json.dumps(counts),
-        logical_bytes=tuple(logical_bytes(own) for own in calls),
+        logical_bytes=tuple(logical_bytes(rank_calls) for rank_calls in calls),
         algorithm_bytes=tuple(sent),
     )
 

@@ -180,10 +180,10 @@ class ReferenceRuns:
             reference.note_losses(losses)
 
     def _learn_drift(self, launcher: LauncherProtocol, cell: Cell, reference: Reference) -> None:
-        known = reference.all_losses
-        longer = _on_all_cores(_with_steps(reference_cell(cell), len(known)))
+        losses = reference.all_losses
+        longer = _on_all_cores(_with_steps(reference_cell(cell), len(losses)))
         again = _losses_of(_launch(launcher, *rounded_differently(longer, _data_of(cell))))
-        drift = loss_deviations(again, known) if len(again) == len(known) else []
+        drift = loss_deviations(again, losses) if len(again) == len(losses) else []
         # If both runs rounded alike, the drift tells you nothing about other runs.
         reference.note_drift(drift if any(drift) else [])
 

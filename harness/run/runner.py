@@ -133,10 +133,10 @@ class Runner:
                 finished.add((key.cell_id, key.trial))
             if status in NOT_AGAIN:
                 self._given_up[key.cell_id] = status
-        pending, own = [], {cell.id for cell in self.cells}
+        pending, cell_ids = [], {cell.id for cell in self.cells}
         for position, (cell, trial) in enumerate(self.plan.schedule()):
             if (
-                cell.id in own
+                cell.id in cell_ids
                 and (cell.id, trial) not in finished
                 and not (trial > 0 and cell.id in self._given_up)
             ):
@@ -281,8 +281,8 @@ class Runner:
     def _seconds(self, cell: Cell, trial: int, turns: int) -> float:
         """Returns the expected duration of a trial, from the cell's trials of the same kind and
         nearest length. `turns`: number in a heat; 0: a separate trial."""
-        own = [recorded for recorded in self._recorded or () if recorded.cell_id == cell.id]
-        steps = [recorded.step_seconds_mean for recorded in own if recorded.step_seconds_mean]
+        earlier = [recorded for recorded in self._recorded or () if recorded.cell_id == cell.id]
+        steps = [recorded.step_seconds_mean for recorded in earlier if recorded.step_seconds_mean]
         step_seconds = median(steps) if steps else 0.0
 
         def timed(number: int, turns: int) -> float:
@@ -292,7 +292,7 @@ class Runner:
             return max(seconds, cell.timed_steps * step_seconds)
 
         expected: dict[tuple[bool, float], list[float]] = {}
-        for recorded in own:
+        for recorded in earlier:
             before = len(recorded.turn_began)
             longer = timed(trial, turns) - timed(recorded.trial, before)
             seconds = (recorded.wall_seconds or 0.0) + longer

@@ -161,16 +161,16 @@ class Cell(BaseModel):
     @property
     def label(self) -> str:
         """Strategy with its options, as in reports: `ddp(static_graph=true)`."""
-        shown = [
+        options = [
             f"{k}={json.dumps(v) if not isinstance(v, str) else v}"
             for k, v in sorted(self.options.items())
         ]
-        shown += [f"{k}={getattr(self, k)}" for k in ("launcher", *TECHNIQUES) if self.is_set(k)]
+        options += [f"{k}={getattr(self, k)}" for k in ("launcher", *TECHNIQUES) if self.is_set(k)]
         if self.checkpoint_from:
-            shown.append(f"from {self.checkpoint_from}")
+            options.append(f"from {self.checkpoint_from}")
         if self.optimizer != "adamw":
-            shown.append(self.optimizer)
-        return without_folder(self.strategy) + (f"({', '.join(shown)})" if shown else "")
+            options.append(self.optimizer)
+        return without_folder(self.strategy) + (f"({', '.join(options)})" if options else "")
 
     @property
     def name(self) -> str:

@@ -28,16 +28,16 @@ class Link:
         if text == UNSHAPED:
             return cls()
         rate, delay = None, 0.0
-        words = text.lower().split()
-        for place, word in enumerate(words):
+        parts = text.lower().split()
+        for index, word in enumerate(parts):
             match = re.fullmatch(r"(\d+(?:\.\d+)?)(?:(gbit|mbit|kbit)|(s|ms|us))", word)
-            if not match or (match[2] and place > 0) or (match[3] and place < len(words) - 1):
+            if not match or (match[2] and index > 0) or (match[3] and index < len(parts) - 1):
                 raise ValueError(_HOW)
             if match[2]:
                 rate = float(match[1]) * _RATES[match[2]]
             else:
                 delay = float(match[1]) * _DELAYS[match[3]]
-        if not words:
+        if not parts:
             raise ValueError(_HOW)
         if rate is not None and not _LEAST_RATE <= rate <= _MOST_RATE:
             raise ValueError("the rate of a link must be from 1mbit to 100gbit")
@@ -48,9 +48,9 @@ class Link:
     @property
     def text(self) -> str:
         """Canonical text: `1gbit 1ms`, `100mbit`, `none`."""
-        words = [_in_units(self.bits_per_second, _RATES)] if self.bits_per_second else []
-        words += [_in_units(self.delay_seconds, _DELAYS)] if self.delay_seconds else []
-        return " ".join(words) or UNSHAPED
+        parts = [_in_units(self.bits_per_second, _RATES)] if self.bits_per_second else []
+        parts += [_in_units(self.delay_seconds, _DELAYS)] if self.delay_seconds else []
+        return " ".join(parts) or UNSHAPED
 
 
 def over(text: str) -> str:

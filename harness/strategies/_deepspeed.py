@@ -53,7 +53,7 @@ def is_in_memory(folder: str) -> bool:
         else []
     )
     above = [
-        (len(place), kind) for place, kind in mounts if Path(folder).resolve().is_relative_to(place)
+        (len(mount), kind) for mount, kind in mounts if Path(folder).resolve().is_relative_to(mount)
     ]
     return max(above, default=(0, ""))[1] in ("tmpfs", "ramfs")
 
@@ -62,7 +62,9 @@ def require_disk(folder: str) -> None:
     """Raises Refused outside the temporary folder, the cache and $PARALLELISM_BENCH_DISKS."""
     allowed = [tempfile.gettempdir(), str(cache_folder()), *os.environ.get(DISKS, "").split(":")]
     path = Path(folder).resolve()
-    if folder and not any(path.is_relative_to(Path(own).resolve()) for own in allowed if own):
+    if folder and not any(
+        path.is_relative_to(Path(parent).resolve()) for parent in allowed if parent
+    ):
         raise Refused(
             f"states may not be offloaded to folder {folder!r} on this host; to allow it, add it to"
             f" the environment variable {DISKS}"

@@ -97,11 +97,11 @@ def replace_mixtures(
 def check_groups(mixtures: Mapping[str, Mixture]) -> None:
     """Raises RuntimeError if DeepSpeed's group orders the ranks differently."""
     for path, mixture in mixtures.items():
-        place = groups._get_expert_parallel_rank(mixture.moe.expert_group_name)
-        if place * mixture.moe.num_local_experts != mixture.first:
+        group_rank = groups._get_expert_parallel_rank(mixture.moe.expert_group_name)
+        if group_rank * mixture.moe.num_local_experts != mixture.first:
             raise RuntimeError(
                 f"this rank was given the experts from {mixture.first} on in {path}, but its"
-                f" position in DeepSpeed's expert group is {place}"
+                f" position in DeepSpeed's expert group is {group_rank}"
             )
 
 
@@ -124,8 +124,8 @@ def whole_parameters(
         group = groups._get_expert_parallel_group(mixture.moe.expert_group_name)
         for part in PARTS:
             experts = f"{layer}.experts.deepspeed_experts"
-            own = [parameters[f"{experts}.{i}.{part}"] for i in range(len(mixture.own))]
-            mine = torch.stack([tensor.detach() for tensor in own])
+            shards = [parameters[f"{experts}.{i}.{part}"] for i in range(len(mixture.own))]
+            mine = torch.stack([tensor.detach() for tensor in shards])
             every = [torch.empty_like(mine) for _ in range(mixture.moe.ep_size)]
             dist.all_gather(every, mine, group=group)
             yield f"{path}.experts.{part}", torch.cat(every)

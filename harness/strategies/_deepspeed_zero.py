@@ -234,7 +234,7 @@ class ZeroOptions(Strategy):
 
     def stand_in(self, cell: Cell) -> str | None:
         places = {"optimizer states": self.offload_optimizer, "parameters": self.offload_parameters}
-        moved = " and ".join(what for what, place in places.items() if place == "cpu")
+        moved = " and ".join(what for what, device in places.items() if device == "cpu")
         if not moved or cell.device != "cpu":
             return None
         return f"nothing to offload: {moved} are already in host memory"
@@ -282,9 +282,9 @@ class ZeroOptions(Strategy):
             "allgather_bucket_size": bucket + bucket % 2,
         }
         disk = {"nvme_path": str(folder)}
-        if (place := self.offload_optimizer) != "none":
-            pinned = {"device": place, "pin_memory": cell.device == "cuda"}
-            zero["offload_optimizer"] = pinned | (disk if place == "nvme" else {})
+        if (device := self.offload_optimizer) != "none":
+            pinned = {"device": device, "pin_memory": cell.device == "cuda"}
+            zero["offload_optimizer"] = pinned | (disk if device == "nvme" else {})
         if self.stage == 3:
             live = self.live(sizes)
             zero |= {
@@ -294,14 +294,14 @@ class ZeroOptions(Strategy):
                 "stage3_param_persistence_threshold": self.persistent(sizes),
                 "sub_group_size": self.swapping(cell, layout.replicas, sizes).group_elements,
             }
-        if (place := self.offload_parameters) != "none":
-            pinned = {"device": place, "pin_memory": cell.device == "cuda"}
+        if (device := self.offload_parameters) != "none":
+            pinned = {"device": device, "pin_memory": cell.device == "cuda"}
             buffers = {
                 "max_in_cpu": 0,
                 "buffer_size": largest_part(sizes, layout.replicas),
                 "buffer_count": SWAP_BUFFERS,
             }
-            zero["offload_param"] = pinned | (disk | buffers if place == "nvme" else {})
+            zero["offload_param"] = pinned | (disk | buffers if device == "nvme" else {})
         return config | {"zero_optimization": zero}
 
 

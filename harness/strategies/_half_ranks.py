@@ -38,9 +38,12 @@ class HalfRanks(Amp):
         parts, plain = job.cell.micro_batches // self.ranks, own_precision(job)
         times = 1 if self.order == "ranks" else parts
         cell = plain.cell.model_copy(update={"micro_batches": parts // times})
-        own = dataclasses.replace(plain, cell=cell)
+        masters_job = dataclasses.replace(plain, cell=cell)
         scaler = loss_scaler(job)
-        backward, update = backward_of(own, model, scaler), update_of(own, optimizer, scaler)
+        backward, update = (
+            backward_of(masters_job, model, scaler),
+            update_of(masters_job, optimizer, scaler),
+        )
         parameters, in_fp32 = list(model.parameters()), self.order == "fp32"
 
         def step(batch: Batch) -> Tensor:

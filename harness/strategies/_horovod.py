@@ -156,7 +156,7 @@ def rendezvous(job: Job) -> Iterator[None]:
     hosts: list[str] = [""] * job.layout.processes
     dist.all_gather_object(hosts, job.node or socket.gethostname())
     slots = places(hosts)
-    place, server = ["", 0], None
+    endpoint, server = ["", 0], None
     if job.rank == 0:
         address = (
             get_driver_ip([job.interface])
@@ -164,12 +164,12 @@ def rendezvous(job: Job) -> Iterator[None]:
             else socket.gethostbyname(socket.gethostname())
         )
         server = rendezvous_server(address, slots)
-        place = list(server.server_address[:2])
-    dist.broadcast_object_list(place, device=job.device)
+        endpoint = list(server.server_address[:2])
+    dist.broadcast_object_list(endpoint, device=job.device)
     os.environ |= create_slot_env_vars(slots[job.rank])
     os.environ |= {
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": str(place[0]),
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(place[1]),
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": str(endpoint[0]),
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(endpoint[1]),
     }
     os.environ |= {"HOROVOD_GLOO_IFACE": job.interface} if job.interface else {}
     yield

@@ -49,9 +49,9 @@ def sharded_traffic(
         apart = sizes.expert > 1 and plans.is_expert(name)
         ranks = sizes.copies if apart else sizes.shards
         gathers = 2 if apart or name.startswith(twice) else 1
-        own = 4.0 * size / (sizes.expert if apart else 1)
-        total += passed_once(ranks, (gathers * parts + scatters) * own)
-        total += all_reduced(sizes.replicas, own / ranks)
+        shard_bytes = 4.0 * size / (sizes.expert if apart else 1)
+        total += passed_once(ranks, (gathers * parts + scatters) * shard_bytes)
+        total += all_reduced(sizes.replicas, shard_bytes / ranks)
     if sizes.expert > 1:
         total += workload.blocks * _exchanges(cell, workload, sizes, hidden)
     return total

@@ -49,9 +49,14 @@ class PowerSgd(Emulation):
         optimizer = job.optimizer_of(model)
         buckets: list[Bucket] = []
         job.register(model, optimizer).library = lambda: [t for b in buckets for t in b.kept()]
-        own = dataclasses.replace(job, cell=job.cell.model_copy(update={"micro_batches": parts}))
-        scaler = loss_scaler(own)
-        backward, update = backward_of(own, model, scaler), update_of(own, optimizer, scaler)
+        parts_job = dataclasses.replace(
+            job, cell=job.cell.model_copy(update={"micro_batches": parts})
+        )
+        scaler = loss_scaler(parts_job)
+        backward, update = (
+            backward_of(parts_job, model, scaler),
+            update_of(parts_job, optimizer, scaler),
+        )
         completed = completion_order(model)
 
         def step(batch: Batch) -> Tensor:
@@ -98,40 +103,40 @@ class Bucket:
         import torch
 
         by_shape = defaultdict[tuple[int, ...], list[int]](list)
-        for place in places:
-            rows, columns = shape = _matrix(shapes[place]).shape
+        for index in places:
+            rows, columns = shape = _matrix(shapes[index]).shape
             rank = min(rows, columns, POWER_SGD_RANK)
             if (rows + columns) * rank * LEAST_SAVING < rows * columns:
-                by_shape[shape].append(place)
+                by_shape[shape].append(index)
         generator = torch.Generator().manual_seed(seed)
         self.factors = {
-            place: torch.randn(columns, min(rows, columns, POWER_SGD_RANK), generator=generator)
+            index: torch.randn(columns, min(rows, columns, POWER_SGD_RANK), generator=generator)
             for (rows, columns), alike in by_shape.items()
-            for place in alike
+            for index in alike
         }
         self.errors = {
-            place: [torch.zeros_like(_matrix(shapes[place])) for _ in range(ranks)]
-            for place in self.factors
+            index: [torch.zeros_like(_matrix(shapes[index])) for _ in range(ranks)]
+            for index in self.factors
         }
 
     def kept(self) -> Iterator[Retained]:
-        for place, factor in self.factors.items():
-            yield "library", f"factor of gradient {place}", factor
-            for error in self.errors[place]:
-                yield "library", f"error of gradient {place}", error
+        for index, factor in self.factors.items():
+            yield "library", f"factor of gradient {index}", factor
+            for error in self.errors[index]:
+                yield "library", f"error of gradient {index}", error
 
-    def compress(self, place: int, gradients: Sequence[Tensor]) -> None:
+    def compress(self, index: int, gradients: Sequence[Tensor]) -> None:
         """Replaces every rank's matrix by the approximation of their mean."""
         import torch
 
-        errors = self.errors[place]
+        errors = self.errors[index]
         for matrix, error in zip(gradients, errors, strict=True):
             matrix += error
         device = gradients[0].device
-        right = torch.linalg.qr(self.factors[place].to(device))[0]
+        right = torch.linalg.qr(self.factors[index].to(device))[0]
         left = torch.linalg.qr(sum_of([matrix @ right for matrix in gradients]))[0]
         right = sum_of([matrix.t() @ left for matrix in gradients]) / len(gradients)
-        self.factors[place] = right
+        self.factors[index] = right
         approximation = left @ right.t()
         for number, matrix in enumerate(gradients):
             errors[number] = matrix - approximation
@@ -140,10 +145,10 @@ class Bucket:
 
 def exchange(gradients: Sequence[Sequence[Tensor]], buckets: Sequence[Bucket]) -> None:
     """Replaces every rank's gradients by their mean, or by its approximation in these buckets."""
-    by_place = {place: bucket for bucket in buckets for place in bucket.factors}
-    for place, copies in enumerate(zip(*gradients, strict=True)):
-        if place in by_place:
-            by_place[place].compress(place, [_matrix(copy) for copy in copies])
+    by_place = {index: bucket for bucket in buckets for index in bucket.factors}
+    for index, copies in enumerate(zip(*gradients, strict=True)):
+        if index in by_place:
+            by_place[index].compress(index, [_matrix(copy) for copy in copies])
         else:
             mean = sum_of(copies) / len(copies)
             for copy in copies:
@@ -158,11 +163,11 @@ def buckets_of(
 
     seeds = np.random.RandomState(SEED)
     first, size, limit = 0, 0, first_limit
-    for place, gradient in enumerate(gradients):
+    for index, gradient in enumerate(gradients):
         size += gradient.nbytes
-        if size >= limit or place == len(gradients) - 1:
-            yield Bucket(gradients, range(first, place + 1), ranks, int(seeds.randint(SEEDS)))
-            first, size, limit = place + 1, 0, later_limit
+        if size >= limit or index == len(gradients) - 1:
+            yield Bucket(gradients, range(first, index + 1), ranks, int(seeds.randint(SEEDS)))
+            first, size, limit = index + 1, 0, later_limit
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:

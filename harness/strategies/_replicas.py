@@ -65,9 +65,10 @@ class Replicas(Emulation):
         for _ in range(1, self.replicas):
             recipe = RecipeState(schedulers=job.recipe.schedulers)
             jobs.append(dataclasses.replace(jobs[0], recipe=recipe))
-        models = [own.model() for own in jobs]
+        models = [replica_job.model() for replica_job in jobs]
         optimizers = [
-            own.optimizer(model.parameters()) for own, model in zip(jobs, models, strict=True)
+            replica_job.optimizer(model.parameters())
+            for replica_job, model in zip(jobs, models, strict=True)
         ]
         trained = [trained_parameters(model) for model in models]
         outer = None if self.outer_learning_rate is None else self._outer(trained[0])
@@ -78,7 +79,7 @@ class Replicas(Emulation):
         registered = job.register(first.model, optimizers[0], *([outer] if outer else []))
         registered.moments = first.moments
         registered.replicas = others
-        scalers = [loss_scaler(own) for own in jobs]
+        scalers = [loss_scaler(replica_job) for replica_job in jobs]
         backwards = list(map(backward_of, jobs, models, scalers))
         updates = list(map(update_of, jobs, optimizers, scalers))
 
@@ -86,7 +87,9 @@ class Replicas(Emulation):
             shares = zip(backwards, batch.split(self.replicas), strict=True)
             losses = [backward(share) for backward, share in shares]
             if batch.step < self.first_local:
-                average([[p.grad for p in own if p.grad is not None] for own in trained])
+                average(
+                    [[p.grad for p in replica_job if p.grad is not None] for replica_job in trained]
+                )
             for update in updates:
                 update()
             if self.averages_after(batch.step):

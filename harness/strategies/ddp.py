@@ -132,8 +132,8 @@ class DdpCosts(CostModel[Ddp]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         whole = whole_model_states(cell, facts)
         if self.strategy.comm_hook == "powersgd":
-            kept = facts.trained_bytes + factor_bytes(make_workload(cell.workload))
-            whole = dataclasses.replace(whole, library=whole.library + kept)
+            reduced_bytes = facts.trained_bytes + factor_bytes(make_workload(cell.workload))
+            whole = dataclasses.replace(whole, library=whole.library + reduced_bytes)
         # Without exchange, backward allocates gradients of its own (`no_sync`).
         views = self.strategy.gradient_as_bucket_view and cell.micro_batches == 1
         return dataclasses.replace(whole, transient=0.0) if views else whole

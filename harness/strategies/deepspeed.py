@@ -226,9 +226,11 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         if cell.recompute != "none":
             return None
         threshold = chosen.persistent(facts.sizes)
-        kept = float(width * sum(size for size in facts.sizes if size <= threshold))
+        persistent = float(width * sum(size for size in facts.sizes if size <= threshold))
         reused = width * _reused(facts.sizes, chosen.live(facts.sizes), threshold)
-        return passed_once(ranks, parts * (model_bytes + 2 * (model_bytes - kept) - reused) + kept)
+        return passed_once(
+            ranks, parts * (model_bytes + 2 * (model_bytes - persistent) - reused) + persistent
+        )
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         chosen = self.strategy
@@ -261,10 +263,10 @@ def _reused(sizes: Sequence[int], distance: int, threshold: int) -> int:
 
     Persistent parameters (at most `threshold` elements) do not count.
     """
-    between, kept = 0, 0
+    between, reused = 0, 0
     for size in reversed(sizes):
         if between >= distance:
             break
-        kept += size if size > threshold else 0
+        reused += size if size > threshold else 0
         between += 2 * size
-    return kept
+    return reused

@@ -94,10 +94,10 @@ class DeepspeedMoeCosts(CostModel[DeepspeedMoe]):
             for name, size in zip(facts.trainable, facts.sizes, strict=True)
         ]
         size = facts.trained_bytes * sum(sizes) // sum(facts.sizes)
-        own = dataclasses.replace(
+        local_facts = dataclasses.replace(
             facts, sizes=tuple(sizes), parameter_bytes=size, trained_bytes=size
         )
-        return Deepspeed(stage=0).costs.states(cell, layout, own)
+        return Deepspeed(stage=0).costs.states(cell, layout, local_facts)
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         if self.strategy.expert == 1:

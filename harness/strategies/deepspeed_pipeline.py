@@ -149,8 +149,8 @@ def pipeline_buffers(engine: PipelineEngine) -> Iterator[Retained]:
     import torch
     from torch.utils._pytree import tree_leaves
 
-    kept = (engine.pipe_buffers, engine.pipe_recv_buf, engine.grad_layer, engine._grad_layer_buf)
-    for leaf in tree_leaves(kept):
+    buffers = (engine.pipe_buffers, engine.pipe_recv_buf, engine.grad_layer, engine._grad_layer_buf)
+    for leaf in tree_leaves(buffers):
         if isinstance(leaf, torch.Tensor):
             yield "library", "activations in the pipeline", leaf
 
@@ -164,10 +164,12 @@ def engine_buffers(stage: int, count: int, hidden: float, cell: Cell, workload: 
     """
     parts = cell.micro_batches
     samples, tokens = cell.global_batch // parts, cell.sequence_length
-    kept = ((stage > 0) + (stage < count - 1)) * hidden / parts
+    buffer_bytes = ((stage > 0) + (stage < count - 1)) * hidden / parts
     if stage == 0:
-        kept += min(parts, max(KEPT_RESULTS, count)) * samples * tokens * 8
+        buffer_bytes += min(parts, max(KEPT_RESULTS, count)) * samples * tokens * 8
     if stage == count - 1:
         labels = samples * (1 if workload.num_labels else tokens) * 8
-        kept += min(parts, KEPT_RESULTS) * (logits_bytes(workload, samples, tokens) + labels)
-    return kept
+        buffer_bytes += min(parts, KEPT_RESULTS) * (
+            logits_bytes(workload, samples, tokens) + labels
+        )
+    return buffer_bytes

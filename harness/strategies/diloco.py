@@ -177,8 +177,8 @@ def _lighthouse(job: Job, address: str) -> str:
 
 
 def _address(interface: str | None) -> str:
-    known = psutil.net_if_addrs().get(interface or "", [])
-    return next((a.address for a in known if a.family == socket.AF_INET), LOOPBACK)
+    addresses = psutil.net_if_addrs().get(interface or "", [])
+    return next((a.address for a in addresses if a.family == socket.AF_INET), LOOPBACK)
 
 
 def _no_transport() -> object:

@@ -112,12 +112,12 @@ class FairscaleOssCosts(CostModel[FairscaleOss]):
             max((end for end in itertools.accumulate(sorted(share)) if end < room), default=0)
             for share in shares
         )
-        whole, kept = model_states(cell, facts), 4.0 * filled
+        whole, shard_bytes = model_states(cell, facts), 4.0 * filled
         return dataclasses.replace(
             whole,
             optimizer=whole.optimizer * max(map(sum, shares)) / sum(facts.sizes),
-            library=whole.library + kept,
-            transient=whole.transient - kept,
+            library=whole.library + shard_bytes,
+            transient=whole.transient - shard_bytes,
         )
 
     def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:

@@ -83,8 +83,12 @@ class Fsdp2(Strategy):
 
     def export(self, cell: Cell, to: str) -> Export | None:
         if to == "accelerate":
-            own = self.hybrid or self.prefetch or not self.no_sync
-            return None if own else fsdp2_export(cell, self.reshard_after_forward, self.cpu_offload)
+            only_here = self.hybrid or self.prefetch or not self.no_sync
+            return (
+                None
+                if only_here
+                else fsdp2_export(cell, self.reshard_after_forward, self.cpu_offload)
+            )
         values = {"saves": True} | ({"autocast": False} if self.mixed_precision else {})
         return Export("fsdp2.py.j2", values) if to in ("torchrun", "slurm") else None
 

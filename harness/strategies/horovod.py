@@ -123,9 +123,9 @@ class HorovodCosts(CostModel[Horovod]):
         On CPUs, only the part of the buffer that gradients fill takes memory.
         """
         starts = 4.0 * facts.parameters if self.strategy.op == "adasum" else 0.0
-        kept = self.strategy._buffer_size + starts if cell.devices > 1 else 0.0
+        buffer_bytes = self.strategy._buffer_size + starts if cell.devices > 1 else 0.0
         states = model_states(cell, facts)
-        return dataclasses.replace(states, library=states.library + kept)
+        return dataclasses.replace(states, library=states.library + buffer_bytes)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         if self.strategy.op == "adasum":

@@ -187,9 +187,9 @@ def server_optimizer(job: Job, model: nn.Module, updates: int) -> Optimizer:
         if "betas" in group:
             group["betas"] = tuple(beta ** (1 / updates) for beta in group["betas"])
         else:  # SGD's moment is a sum, which grows with its decay factor
-            kept = group["momentum"] ** (1 / updates)
-            group["lr"] *= (1 - kept) / (1 - group["momentum"])
-            group["momentum"] = kept
+            momentum = group["momentum"] ** (1 / updates)
+            group["lr"] *= (1 - momentum) / (1 - group["momentum"])
+            group["momentum"] = momentum
     return optimizer
 
 

@@ -74,8 +74,8 @@ class Pipeline(Strategy):
         from harness.strategy.pipelining import Pipe, Stage, train_step
 
         ranks = job.layout.pipeline
-        own, count = self._stages_of(job.rank, ranks), ranks * self._per_rank
-        pipe = Pipe(job, self.schedule, [Stage(job, index, count) for index in own])
+        stages, count = self._stages_of(job.rank, ranks), ranks * self._per_rank
+        pipe = Pipe(job, self.schedule, [Stage(job, index, count) for index in stages])
         return train_step(job, pipe, job.optimizer(pipe.parameters))
 
 

@@ -92,8 +92,8 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         def held(name: str) -> float:
             return 1 / layout.tensor if split.is_split(name, self.strategy.sequence_parallel) else 1
 
-        own = facts_of_part(facts, held)
-        return model_states(cell, own) if own else None
+        local_facts = facts_of_part(facts, held)
+        return model_states(cell, local_facts) if local_facts else None
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
         """Sequence parallelism also splits tokens outside split layers (arXiv 2205.05198, section

@@ -111,14 +111,20 @@ def facts_of_part(facts: ModelFacts, share: Callable[[str], float]) -> ModelFact
 
 
 def facts_of_stages(
-    workload: Workload, facts: ModelFacts, own: Collection[int], count: int, tensor_ranks: int = 1
+    workload: Workload,
+    facts: ModelFacts,
+    stages: Collection[int],
+    count: int,
+    tensor_ranks: int = 1,
 ) -> ModelFacts | None:
-    """Returns facts of a rank with stages `own` of `count`; None if the model has no split."""
+    """Returns facts of a rank with stages `stages` of `count`; None if the model has no split."""
     split = workload.split
     if split is None:
         return None
-    numbers = {block for stage in own for block in blocks_of_stage(workload.blocks, stage, count)}
-    last = count - 1 in own
+    numbers = {
+        block for stage in stages for block in blocks_of_stage(workload.blocks, stage, count)
+    }
+    last = count - 1 in stages
     # The last stage has its own copy of a tied parameter.
     tied = set(split.tied.values())
 
@@ -128,7 +134,7 @@ def facts_of_stages(
             return here / (tensor_ranks if split.is_split(name) else 1)
         if name.startswith(tuple(f"{path}." for path in split.head)):
             return last
-        return 0 in own or (last and name in tied)
+        return 0 in stages or (last and name in tied)
 
     return facts_of_part(facts, held)
 
@@ -142,23 +148,23 @@ def pipeline_states(
     cell: Cell,
     layout: Layout,
     facts: ModelFacts,
-    own: Sequence[Collection[int]],
+    rank_stages: Sequence[Collection[int]],
     keeps: Callable[[Cell, ModelFacts], States] = model_states,
     buffers: Callable[[int, int, float], float] = received_bytes,
 ) -> States | None:
     """Returns states of the fullest pipeline rank, including buffers.
 
-    `own`: each rank's stages. `keeps`: a rank's states from its facts. `buffers`: a stage's bytes
-    from its index, the stage count, and the bytes of a rank's hidden states.
+    `rank_stages`: each rank's stages. `keeps`: a rank's states from its facts. `buffers`: a stage's
+    bytes from its index, the stage count, and the bytes of a rank's hidden states.
     """
     from harness.workloads import make_workload
 
-    hidden, count = hidden_bytes(cell, layout), sum(map(len, own))
+    hidden, count = hidden_bytes(cell, layout), sum(map(len, rank_stages))
     if hidden is None:
         return None
     workload = make_workload(cell.workload)
     fullest: States | None = None
-    for stages in own:
+    for stages in rank_stages:
         part = facts_of_stages(workload, facts, stages, count, layout.tensor)
         if part is None:
             return None

@@ -107,13 +107,13 @@ def split_tensors(
 
     restore = stage.split.prepare_tensor(stage.model, mesh.size())
     plan = stage.split.tensor_plan(sequence_parallel)
-    own = [
+    splits = [
         name for name, module in stage.model.named_modules() if not isinstance(module, nn.Identity)
     ]
     parallelize_module(
         stage.model,
         mesh,
-        {name: style for name in own for path, style in plan.items() if fnmatch(name, path)},
+        {name: style for name in splits for path, style in plan.items() if fnmatch(name, path)},
     )
     return restore
 
@@ -190,7 +190,7 @@ class Pipe:
                 ("hidden states", stage.args_recv_info),
                 ("gradients", stage.grad_recv_info),
             ):
-                for info in (one for infos in received.values() for one in infos):
+                for info in (info_of for infos in received.values() for info_of in infos):
                     if (buffer := getattr(info, "buffer", None)) is not None:
                         yield "library", f"received {name}", buffer
 

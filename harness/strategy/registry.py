@@ -73,19 +73,19 @@ def _strategy_class(name: str) -> type[Strategy]:
         return _require_strategy(user_class(name).loaded, f"strategy {name!r}")
     if name in HIDDEN:
         return _load(f"{HOME}._{name}", name)
-    known = strategies()
-    if name not in known:
+    found = strategies()
+    if name not in found:
         raise UsageError(
-            f"unknown strategy {name!r}; known are {', '.join(known)}, or give FILE.py:CLASS"
+            f"unknown strategy {name!r}; known are {', '.join(found)}, or give FILE.py:CLASS"
         )
-    return known[name]
+    return found[name]
 
 
 def _require_strategy(loaded: object, named: str) -> type[Strategy]:
     if isinstance(loaded, type) and issubclass(loaded, Strategy):
         return loaded
-    place = f"{getattr(loaded, '__module__', '?')}:{getattr(loaded, '__qualname__', loaded)}"
-    raise UsageError(f"{named} must be a Strategy class of harness.strategy, but is {place}")
+    path = f"{getattr(loaded, '__module__', '?')}:{getattr(loaded, '__qualname__', loaded)}"
+    raise UsageError(f"{named} must be a Strategy class of harness.strategy, but is {path}")
 
 
 def make_strategy(cell: Cell) -> Strategy:

@@ -81,18 +81,18 @@ class Batches:
     def fetch(self, step: int, number: int | None = None) -> Batch:
         """Returns a training step's batch, whose copy to a GPU may be in progress. `number`: the
         strategy's step number, if rewinds make it differ."""
-        shown = step if number is None else number
+        batch_number = step if number is None else number
         if self._pool is None:
-            return self._batch(shown, step, self._tensors(step))
+            return self._batch(batch_number, step, self._tensors(step))
         if self._next is None or self._next[0] != step:
             self._next = step, self._pool.submit(self._pinned, step)
         tensors = self._next[1].result()
         self._next = step + 1, self._pool.submit(self._pinned, step + 1)
-        return self._batch(shown, step, tensors)
+        return self._batch(batch_number, step, tensors)
 
-    def _batch(self, shown: int, step: int, tensors: Tensors) -> Batch:
+    def _batch(self, batch_number: int, step: int, tensors: Tensors) -> Batch:
         there = {name: t.to(self.device, non_blocking=True) for name, t in tensors.items()}
-        return Batch(shown, label_tokens=self._label_tokens(step), **there)
+        return Batch(batch_number, label_tokens=self._label_tokens(step), **there)
 
     def _tensors(self, step: int) -> Tensors:
         import torch

@@ -88,8 +88,8 @@ class Control:
         left_over = (time.process_time() - before) / self.threads
         left_over = left_over if left_over > OWN_SECONDS else 0.0
         # A running thread stops a little late, so the control may have to wait for it.
-        own = max(seconds - left_over, cpu_seconds)
-        return Pause(None if self.serves else own, left_over, cpu_seconds, largest)
+        control_seconds = max(seconds - left_over, cpu_seconds)
+        return Pause(None if self.serves else control_seconds, left_over, cpu_seconds, largest)
 
 
 def run_control(spec: TrialSpec, rank: int) -> None:

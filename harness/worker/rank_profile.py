@@ -94,8 +94,8 @@ def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> Profiled
         return seen
 
     def write(reason: str) -> None:
-        known = replace(seen, memory_reason=f"torch's memory tracker{reason}")
-        replace(answer, profiled=known).write(loop.spec.scratch)
+        profile = replace(seen, memory_reason=f"torch's memory tracker{reason}")
+        replace(answer, profiled=profile).write(loop.spec.scratch)
 
     write(" failed on another rank")
     loop.meter.reset()
@@ -127,12 +127,12 @@ def _counted(
     with _sends(train_state, processes, calls), counting(calls, seen):
         loop.step(batch)
     other_means = processes > 1 and not (dist.is_initialized() or train_state.collectives)
-    known = bool(seen[0]) and not other_means
+    counted = bool(seen[0]) and not other_means
     counts = tuple(
         (call.operation, call.tensor_bytes, call.group_size, count)
         for call, count in sorted(calls.items())
     )
-    return counts if known else None, bool(seen[0])
+    return counts if counted else None, bool(seen[0])
 
 
 def _profiled(

@@ -44,7 +44,7 @@ class MemoryCheckpoint:
         weakref.finalize(self, os.close, self._file)
         self._places: dict[Hashable, tuple[int, int]] = {}
         self._counters: dict[Hashable, dict[str, int]] = {}
-        place, copied = 0, set[tuple[str, int]]()
+        offset, copied = 0, set[tuple[str, int]]()
         for key, tensor in _tensors(train_state):
             storage = tensor.untyped_storage()
             owner = (str(storage.device), storage.data_ptr())
@@ -52,8 +52,8 @@ class MemoryCheckpoint:
                 continue  # a view of a storage that is copied as a whole
             if tensor.nbytes == storage.nbytes():
                 copied.add(owner)
-            self._places[key] = place, tensor.nbytes
-            place += tensor.nbytes
+            self._places[key] = offset, tensor.nbytes
+            offset += tensor.nbytes
             for piece in _bytes_of(tensor).split(PIECE_BYTES):
                 with memoryview(_numbers(piece.cpu())) as numbers:
                     _write(self._file, numbers)
@@ -69,10 +69,10 @@ class MemoryCheckpoint:
         for key, tensor in _tensors(train_state):
             if key not in self._places:
                 continue
-            place, size = self._places[key]
+            offset, size = self._places[key]
             if size == tensor.nbytes:
                 restored.add(key)
-                self._fill(tensor, place)
+                self._fill(tensor, offset)
         if restored != self._places.keys():
             raise RuntimeError(
                 "the state cannot be rewound: the rank keeps other tensors than when it was saved;"
@@ -84,14 +84,14 @@ class MemoryCheckpoint:
                 record[STEP] += ahead  # in place if a tensor
         set_counters(_schedules(train_state), [step + ahead for step in self._scheduled])
 
-    def _fill(self, tensor: Tensor, place: int) -> None:
+    def _fill(self, tensor: Tensor, offset: int) -> None:
         import torch
 
         contiguous = tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()
         for piece in _bytes_of(contiguous).split(PIECE_BYTES):
             on_host = piece if piece.device.type == "cpu" else torch.empty_like(piece, device="cpu")
             with memoryview(_numbers(on_host)) as numbers:
-                place = _read(self._file, numbers, place)
+                offset = _read(self._file, numbers, offset)
             if on_host is not piece:
                 piece.copy_(on_host)
         if contiguous is not tensor:
@@ -114,8 +114,8 @@ def _tensors(train_state: TrainState) -> Iterator[tuple[Hashable, Tensor]]:
             yield (kind, name, seen[kind, name]), local_part(tensor).detach()
     for number, optimizer in enumerate(train_state.optimizers):
         for group, parameters in enumerate(optimizer.param_groups):
-            for place, parameter in enumerate(parameters["params"]):
-                yield ("group", number, group, place), local_part(parameter).detach()
+            for index, parameter in enumerate(parameters["params"]):
+                yield ("group", number, group, index), local_part(parameter).detach()
     for key, record in _records(train_state):
         for name, value in record.items():
             if hasattr(value, "untyped_storage"):
@@ -167,13 +167,13 @@ def _write(file: int, numbers: memoryview) -> None:
         numbers = numbers[os.write(file, numbers) :]
 
 
-def _read(file: int, numbers: memoryview, place: int) -> int:
+def _read(file: int, numbers: memoryview, offset: int) -> int:
     while numbers:
-        count = os.preadv(file, [numbers], place)
+        count = os.preadv(file, [numbers], offset)
         if not count:
             raise RuntimeError("the state cannot be rewound: its copy is shorter than the original")
-        numbers, place = numbers[count:], place + count
-    return place
+        numbers, offset = numbers[count:], offset + count
+    return offset
 
 
 FIRST_WITHIN = 8

@@ -85,10 +85,10 @@ class TrialSpec:
     @property
     def ranks(self) -> range:
         """Returns this node's ranks: equally many per node; servers are on the last."""
-        each = self.processes // self.cell.nodes
+        per_node = self.processes // self.cell.nodes
         return range(
-            self.node * each,
-            self.processes if self.node == self.cell.nodes - 1 else (self.node + 1) * each,
+            self.node * per_node,
+            self.processes if self.node == self.cell.nodes - 1 else (self.node + 1) * per_node,
         )
 
     def to_json(self) -> str:

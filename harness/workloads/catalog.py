@@ -54,9 +54,9 @@ def split_name(name: str) -> tuple[str, list[str]]:
     Paths may contain `+`: `hf:PATH` loses only known suffixes, and none if the full path exists.
     """
     if not name.startswith(HUB):
-        place, colon, rest = name.rpartition(":")
+        source, colon, rest = name.rpartition(":")
         base, *suffixes = rest.split("+")
-        return place + colon + base, suffixes
+        return source + colon + base, suffixes
     suffixes = []
     while not Path(name.removeprefix(HUB)).exists():
         base, _, last = name.rpartition("+")

@@ -60,8 +60,8 @@ def mask(keys: Tensor, layer: int, features: int, share: float) -> Tensor:
     share)`."""
     rows = _hashed((keys + layer * LAYER_STRIDE) & BITS)[..., None]
     columns = _hashed(torch.arange(1, features + 1, device=keys.device))
-    kept = _hashed(rows ^ columns) >= share * (BITS + 1)
-    return kept / (1 - share)
+    mask = _hashed(rows ^ columns) >= share * (BITS + 1)
+    return mask / (1 - share)
 
 
 def _hashed(numbers: Tensor) -> Tensor:

@@ -96,9 +96,9 @@ def activation_bytes(
     `sequence_parallel`, the sequence.
     """
     size, split = (samples, sequence_length, recompute), (tensor_ranks, sequence_parallel)
-    known = _over_blocks(workload, lambda one: activation_bytes(one, *size, precision, *split))
-    if known is not None:
-        return known
+    counted = _over_blocks(workload, lambda one: activation_bytes(one, *size, precision, *split))
+    if counted is not None:
+        return counted
     return observe_training(workload, *size, Held, precision, *split).most()
 
 
@@ -135,9 +135,9 @@ def recomputed_flops(
     `whole_blocks`: do not stop at the last tensor that backward needs.
     """
     setting = (sequence_length, recompute, whole_blocks)
-    known = _over_blocks(workload, lambda one: recomputed_flops(one, *setting))
-    if known is not None:
-        return known
+    counted = _over_blocks(workload, lambda one: recomputed_flops(one, *setting))
+    if counted is not None:
+        return counted
     computed_once = _operations(workload, sequence_length, "none", False)
     return _operations(workload, *setting) - computed_once
 

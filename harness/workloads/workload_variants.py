@@ -261,8 +261,8 @@ def _storage_and_adapter(
 ) -> tuple[str | None, str | None]:
     for suffix in given:
         if suffix not in SUFFIXES:
-            known = ", ".join(f"+{s} ({meaning})" for s, meaning in SUFFIXES.items())
-            raise UsageError(f"workload {name!r}: there is no suffix +{suffix}; use {known}")
+            suffixes = ", ".join(f"+{s} ({meaning})" for s, meaning in SUFFIXES.items())
+            raise UsageError(f"workload {name!r}: there is no suffix +{suffix}; use {suffixes}")
     storages, adapters = ([s for s in given if s in kind] for kind in (STORAGES, ADAPTERS))
     if len(storages) > 1 or len(adapters) > 1:
         raise UsageError(

@@ -110,14 +110,14 @@ class ClusterPlan:
 
 
 def strategy_of(layout: PlannedLayout) -> str:
-    words = []
+    options = []
     shards = layout.data * layout.context
     if shards > 1:
-        words.append(("DDP", "ZeRO-1", "ZeRO-2", "FSDP / ZeRO-3")[layout.zero])
-    words += [axis for axis in AXES[1:4] if getattr(layout, axis) > 1]
+        options.append(("DDP", "ZeRO-1", "ZeRO-2", "FSDP / ZeRO-3")[layout.zero])
+    options += [axis for axis in AXES[1:4] if getattr(layout, axis) > 1]
     if layout.offload:
-        words.append("offload")
-    return " + ".join(words) or "single device"
+        options.append("offload")
+    return " + ".join(options) or "single device"
 
 
 def plan(
@@ -150,9 +150,9 @@ def plan(
     if goal == "energy":
         used = energy(question, result.time, seconds, result.half_width)
     if goal == "memory":
-        kept = order[result.fits[order] >= SURE]
-        kept = kept if len(kept) else order
-        best = kept[np.argsort(result.memory.demand[kept], kind="stable")]
+        fitting = order[result.fits[order] >= SURE]
+        fitting = fitting if len(fitting) else order
+        best = fitting[np.argsort(result.memory.demand[fitting], kind="stable")]
     else:
         # With a fixed device count, cost depends on time alone.
         ranks = seconds if used is None else used[0]
@@ -266,12 +266,12 @@ def _nothing_fits(
             f"a batch of {question.global_batch} gives all {count} layouts of {name} too few"
             f" micro-batches for their pipelines; use a batch of {_fed_batch(result)}"
         )
-    words = (
+    text = (
         f"none of {count} layouts of {name} with {question.sequence_length} tokens per sequence"
         f" fits on {question.devices} x {cluster.device}: {_what_is_missing(question, result)}"
     )
     if devices := _more_devices(question, calibration):
-        return f"{words}; it fits on {devices} of them"
+        return f"{text}; it fits on {devices} of them"
     remedies = []
     if cluster.is_one_node:
         remedies.append(f"add a rate between nodes of {cluster.per_node} to the link")
@@ -279,7 +279,7 @@ def _nothing_fits(
         remedies.append(f"give a sequence of {shorter} tokens, which fits")
     else:
         remedies.append("give a device with more memory")
-    return f"{words}; {', or '.join(remedies)}"
+    return f"{text}; {', or '.join(remedies)}"
 
 
 def _fed_batch(result: Predictions) -> int:
@@ -290,17 +290,17 @@ def _fed_batch(result: Predictions) -> int:
 
 
 def _what_is_missing(question: ClusterQuestion, result: Predictions) -> str:
-    cluster, words = question.cluster, []
+    cluster, missing = question.cluster, []
     stored = result.filled & result.fed & result.stored
     if stored.any():
         least = float(np.min(result.memory.allocated[stored]))
-        words.append(
+        missing.append(
             f"the smallest needs {least / 1e9:.1f} GB per device, which has"
             f" {cluster.memory_bytes / 1e9:.1f} GB"
         )
     if not result.stored.all():
-        words.append("others offload more than a node's memory and disks hold")
-    return ", and ".join(words)
+        missing.append("others offload more than a node's memory and disks hold")
+    return ", and ".join(missing)
 
 
 def _fits(question: ClusterQuestion, calibration: ClusterCalibration) -> bool:
@@ -365,10 +365,10 @@ def neighbours(shape: ModelShape) -> list[ModelShape]:
         and (other.experts > 1) == (shape.experts > 1)
     ]
     for other in sorted(near, key=lambda other: abs(other.parameters - shape.parameters)):
-        apart = all(not 0.7 < other.parameters / one.parameters < 1.4 for one in chosen)
+        apart = all(not 0.7 < other.parameters / candidate.parameters < 1.4 for candidate in chosen)
         if apart and len(chosen) < MOST_SIZES:
             chosen.append(other)
-    return sorted(chosen, key=lambda one: one.parameters)
+    return sorted(chosen, key=lambda candidate: candidate.parameters)
 
 
 def device_counts(question: ClusterQuestion) -> list[int]:

@@ -129,10 +129,10 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
     whole = recipe.accumulation > 1 and not recipe.synchronised and recipe.sharding == "full"
     gradients = gradient * (trained - alien if whole else trained / shards)
     loaded = frozen + parameter * trained / shards + WORKSPACE_BYTES
-    kept = loaded + optimizer * trained / shards
+    resident = loaded + optimizer * trained / shards
     if recipe.gpus > 1 and recipe.sharding == "none":
         # DDP's buckets.
-        kept += gradient * trained
+        resident += gradient * trained
     gathered = _gathered(shape, recipe) / recipe.tensor
     accumulated = gradients if recipe.accumulation > 1 else 0.0
     activations = _activations(shape, recipe)
@@ -148,7 +148,7 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
     end = _last_layer(shape, recipe) + score_gradients
     reduces = recipe.gathers and not whole and not recipe.adapter
     if reduces and recipe.library != "native":
-        backward = kept + _reducing(shape, recipe, end)
+        backward = resident + _reducing(shape, recipe, end)
     else:
         if reduces:
             layer = shape.layer_parameters - _alien_experts(shape, recipe)
@@ -158,18 +158,18 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
             # is freed by then; with shards, the head's whole gradient takes its place.
             summed = 2 * max(gradient, of.element) * shape.embedding_parameters / recipe.tensor
             end = end + summed if shards > 1 else max(end, summed)
-        backward = kept + gradients + gathered + end
+        backward = resident + gradients + gathered + end
     copied = gathered if recipe.library in FSDP2 else 0.0
     temporary = 0.0 if recipe.fused_optimizer else max(parameter, 2.0) * trained / shards
     return Footprint(
         loaded=loaded,
-        kept=kept,
+        kept=resident,
         gradients=gradients,
         gathered=gathered,
-        start=kept + accumulated + gathered + max(copied, _uploaded(shape, recipe)),
-        loss=kept + accumulated + gathered + casts + activations + max(logits, score_gradients),
+        start=resident + accumulated + gathered + max(copied, _uploaded(shape, recipe)),
+        loss=resident + accumulated + gathered + casts + activations + max(logits, score_gradients),
         backward=backward,
-        update=kept + gradients + temporary,
+        update=resident + gradients + temporary,
     )
 
 

@@ -162,9 +162,9 @@ def _layer_activations(
     # Further norms keep their inputs, experts their inputs and outputs.
     further = shape.further_normalised + 2 * shape.routed_width
     whole = whole + element * tokens * further / tensor
-    kept = scale * tokens * (0.6 * hidden + 0.75 * feed * c.layer_feed) / tensor + pending
+    saved = scale * tokens * (0.6 * hidden + 0.75 * feed * c.layer_feed) / tensor + pending
     inputs = tokens * element * shape.hidden / tensor
-    layer = np.select([layouts.recompute == 2, layouts.recompute == 1], [inputs, kept], whole)
+    layer = np.select([layouts.recompute == 2, layouts.recompute == 1], [inputs, saved], whole)
     again = np.where(layouts.recompute > 0, whole - layer, 0.0)
     return layer, again, np.where(layouts.recompute == 2, 0.0, pending)
 
@@ -206,7 +206,7 @@ def memory(
             flight = in_flight(part, stage)
             # Layers are recomputed one at a time, after backward has freed the logits.
             redone = again[rows] * min(stage.layers, 1)
-            kept = flight * (stage.layers * layer[rows] + inputs) + np.maximum(ends, redone)
+            saved = flight * (stage.layers * layer[rows] + inputs) + np.maximum(ends, redone)
             bucket = np.where(ranks[rows] > 1, c.bucket * of.element / 2 * parameters, 0.0)
             # Two layers are gathered at once: the current and the next one.
             largest = max(shape.layer_parameters, stage.head * shape.embedding_parameters)
@@ -215,14 +215,14 @@ def memory(
             sharded = part.zero >= 2
             bucket = np.where(sharded, np.minimum(bucket, gathered), bucket)
             work = np.where(unsharded, gathered, 0.0) + bucket + c.overhead * GIGA
-            demand = states + kept * c.fragmentation + work
+            demand = states + saved * c.fragmentation + work
             late = flight * stage.layers * pending[rows]
-            values = np.array([states, kept, late, work, demand])
+            values = np.array([states, saved, late, work, demand])
             fuller = demand > fullest[-1, rows]
             fullest[:, rows] = np.where(fuller, values, fullest[:, rows])
-    states, kept, late, work, demand = fullest
+    states, saved, late, work, demand = fullest
     reserved = capped(demand, cluster.memory_bytes, c.knee)
-    return LayoutMemory(states, kept, late, work, demand, reserved)
+    return LayoutMemory(states, saved, late, work, demand, reserved)
 
 
 def recipe_of(

@@ -254,7 +254,7 @@ def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floa
     picked = order[:1].tolist()
     if len(rows) > 1:
         gains = _Gains(-np.log(seconds[rows]), fits[rows], half_width[rows] / ndtri(0.9))
-        places = {int(row): place for place, row in enumerate(rows)}
+        places = {int(row): position for position, row in enumerate(rows)}
         best = places[picked[0]]
         for _ in range(min(TRIED, len(rows)) - 1):
             best = gains.after(best)

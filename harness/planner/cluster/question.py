@@ -56,21 +56,21 @@ class PlannedLayout:
     def text(self) -> str:
         """Readable form, such as `data 8 x tensor 2, ZeRO-1, micro-batch 4 x 2`."""
         axes = [f"{name} {value}" for name in AXES if (value := getattr(self, name)) > 1]
-        words = [" x ".join(axes) or "one device"]
+        parts = [" x ".join(axes) or "one device"]
         if self.zero:
-            words.append(f"ZeRO-{self.zero}")
+            parts.append(f"ZeRO-{self.zero}")
         if self.zero >= 2 and self.accumulation > 1:
-            words.append(f"{'whole' if self.whole_gradients else 'sharded'} gradients")
-        words.append(f"micro-batch {self.micro_batch} x {self.accumulation}")
+            parts.append(f"{'whole' if self.whole_gradients else 'sharded'} gradients")
+        parts.append(f"micro-batch {self.micro_batch} x {self.accumulation}")
         if self.recompute:
-            words.append(f"{RECOMPUTE[self.recompute]} recomputation")
+            parts.append(f"{RECOMPUTE[self.recompute]} recomputation")
         if self.offload:
-            words.append(
+            parts.append(
                 f"offload of {('', 'optimizer', 'parameters', 'all to disk')[self.offload]}"
             )
         if self.chunks > 1:
-            words.append(f"{self.chunks} chunks a stage")
-        return ", ".join(words)
+            parts.append(f"{self.chunks} chunks a stage")
+        return ", ".join(parts)
 
 
 AXES = tuple(field.name for field in dataclasses.fields(PlannedLayout)[:5])
@@ -139,11 +139,11 @@ class ClusterQuestion:
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
-            value, words = getattr(self, name), name.replace("_", " ")
+            value, label = getattr(self, name), name.replace("_", " ")
             if value < 1:
-                raise UsageError(f"{words} is {value}; give at least 1")
+                raise UsageError(f"{label} is {value}; give at least 1")
             if value > most:
-                raise UsageError(f"{words} is {value}; give at most {most}")
+                raise UsageError(f"{label} is {value}; give at most {most}")
         per_node = self.cluster.per_node
         if self.devices > per_node and self.devices % per_node:
             lower = self.devices // per_node * per_node

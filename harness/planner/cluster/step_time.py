@@ -51,9 +51,9 @@ class AxisBandwidths:
     def of(cls, cluster: Cluster, layouts: PlannedLayouts, c: TimeConstants) -> AxisBandwidths:
         """Returns bandwidths; tensor is innermost, then context and data, pipeline outermost."""
         per_node = cluster.per_node
-        one = np.ones_like(layouts.devices)
-        nodes = np.maximum(one, -(-layouts.devices // per_node))
-        tensor_nodes = np.maximum(one, -(-layouts.tensor // per_node))
+        ones = np.ones_like(layouts.devices)
+        nodes = np.maximum(ones, -(-layouts.devices // per_node))
+        tensor_nodes = np.maximum(ones, -(-layouts.tensor // per_node))
         inside = cluster.gather_bytes_per_second
         tensor_ranks = np.minimum(layouts.tensor, per_node)
         tensor = cluster.bandwidth(inside, tensor_nodes, tensor_ranks, c.tensor_network)
@@ -64,7 +64,7 @@ class AxisBandwidths:
             cluster.bandwidth(rate, data_nodes, on_node, c.network_bandwidth)
             for rate in (cluster.reduce_bytes_per_second, inside)
         )
-        pair = cluster.bandwidth(inside, one, 2 * one)
+        pair = cluster.bandwidth(inside, ones, 2 * ones)
         wire = cluster.wire_bytes_per_second or inside
         stage = np.where(nodes > 1, np.minimum(pair, wire), pair)
         return cls(nodes, tensor_nodes, data_nodes, tensor, reduce, gather, stage)
@@ -164,9 +164,9 @@ class AxisBandwidths:
         computed = np.where(zero >= 3, micro_batch_seconds, backward)
         last = exposed(scattered + gathered, computed)
         others = np.where(layouts.whole_gradients == 1, exposed(gathered, computed), last)
-        each = last + (steps - 1) * others
+        ring_seconds = last + (steps - 1) * others
         regathered = exposed(np.where(regathers, gather, 0.0), micro_batch_seconds - backward)
-        each = each + steps * regathered
+        ring_seconds = ring_seconds + steps * regathered
         host, disk = cluster.host_bytes_per_second, cluster.disk_bytes_per_second
         # Gradients go out and parameters come back. Host memory is assumed to be as fast as its
         # bus.
@@ -176,7 +176,7 @@ class AxisBandwidths:
         offload = offload + np.where(layouts.offload >= 2, fetched, 0.0)
         on_node = np.minimum(layouts.devices, cluster.per_node)
         swapped = owned * 2 * of.updated * on_node / disk
-        return once + each, offload + np.where(layouts.offload >= 3, swapped, 0.0)
+        return once + ring_seconds, offload + np.where(layouts.offload >= 3, swapped, 0.0)
 
 
 @dataclass(frozen=True)

@@ -127,14 +127,14 @@ def _ladder(question: FitQuestion) -> Iterator[tuple[tuple[str, ...], Recipe]]:
     for fused in (False, True):
         for sharding in shardings:
             for recompute in ("none", "full"):
-                words = [
+                steps = [
                     *(["FSDP full sharding"] if sharding == "full" else []),
                     *(["recomputation (gradient checkpointing)"] if recompute == "full" else []),
                     *(["fused cross-entropy and norms"] if fused else []),
                 ]
                 library = "fused" if fused else "transformers"
                 yield (
-                    tuple(words),
+                    tuple(steps),
                     question.recipe(sharding=sharding, recompute=recompute, library=library),
                 )
 
@@ -152,7 +152,7 @@ def _fastest(question: FitQuestion) -> tuple[tuple[str, ...], Recipe] | None:
 def answer(question: FitQuestion) -> FitAnswer:
     """Returns the fastest recipe that surely fits, else the one that needs the least memory."""
     tried = list(_ladder(question))
-    words, recipe = _fastest(question) or min(
+    text, recipe = _fastest(question) or min(
         tried, key=lambda row: footprint(question.shape, row[1]).demand
     )
     fits = probability(question, recipe)
@@ -176,7 +176,7 @@ def answer(question: FitQuestion) -> FitAnswer:
         rate * within,
         _largest(question, ladder, lambda r, n: replace(r, sequence=n), STEP, MOST_SEQUENCE),
         _largest(question, ladder, lambda r, n: replace(r, micro_batch=n), 1, MOST_BATCH),
-        words,
+        text,
         () if verdict == "yes" else tuple(_remedies(question)),
         None if verdict == "yes" else _offload(question),
         alone,

@@ -110,8 +110,8 @@ def _seconds_per_token(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> floa
 def _launches(shape: ModelShape, recipe: Recipe) -> float:
     seconds = LAYER_SECONDS
     if recipe.adapter:
-        each = TARGET_SECONDS + (QUANTISED_SECONDS if recipe.base != "bf16" else 0.0)
-        seconds += each * len(recipe.adapter.matrices(shape))
+        per_target = TARGET_SECONDS + (QUANTISED_SECONDS if recipe.base != "bf16" else 0.0)
+        seconds += per_target * len(recipe.adapter.matrices(shape))
     again = 4 / 3 if recipe.recompute == "full" else 1.0
     return shape.layers * seconds * again
 

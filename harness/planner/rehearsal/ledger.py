@@ -120,14 +120,14 @@ class Ledger(OperatorObserver):
     # Memory
 
     def _grow(self, nbytes: int) -> None:
-        place = self._present_place()
-        if place != self.place:
+        region = self._present_place()
+        if region != self.place:
             self._settle()
-            self.place = place
+            self.place = region
         self.total += nbytes
-        peak = self.peaks.get(place)
+        peak = self.peaks.get(region)
         if peak is None:
-            peak = self.peaks[place] = RegionPeak(0)
+            peak = self.peaks[region] = RegionPeak(0)
         if self.total > peak.nbytes:
             peak.nbytes = self.total
             self._rising = peak
@@ -199,14 +199,14 @@ class Ledger(OperatorObserver):
         return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
 
     def _present_place(self) -> StepRegion:
-        phase, place = self._phase(), self.place
-        if phase != place.phase:
-            place = StepRegion(place.step, phase)
+        phase, region = self._phase(), self.place
+        if phase != region.phase:
+            region = StepRegion(region.step, phase)
         if phase == "backward" and (node := torch._C._current_autograd_node()) is not None:
             at = bisect.bisect_right(self._sequence, node._sequence_nr()) - 1
             if node.name() != "torch::autograd::AccumulateGrad" and (block := self._entered[at]):
-                return StepRegion(place.step, phase, *block)
-        return place
+                return StepRegion(region.step, phase, *block)
+        return region
 
     def _note_block(self, block: tuple[int, int] | None) -> None:
         self._sequence.append(torch._C._autograd._get_sequence_nr())

@@ -103,16 +103,16 @@ def rehearse_rank(
                 ledger.begin_step(index)
                 step(fake_batch(job, index))
                 ledger.mark_states(job.train_state)
-            kept = ledger.total
+            resident = ledger.total
     places: dict[RelativeRegion, dict[Kind, int]] = {}
-    for place, peak in ledger.peaks.items():
-        for where in _from_ends(place, workload.blocks):
+    for region, peak in ledger.peaks.items():
+        for where in _from_ends(region, workload.blocks):
             split = peak.split()
             if sum(split.values()) > sum(places.get(where, {}).values()):
                 places[where] = split
     owns_some_parameters = _owns_some(job.train_state)
     return RankPeaks(
-        rank, workload.blocks, places, kept, ledger.largest_buffer, owns_some_parameters
+        rank, workload.blocks, places, resident, ledger.largest_buffer, owns_some_parameters
     )
 
 
@@ -121,9 +121,9 @@ def _owns_some(train_state: TrainState) -> bool:
     return updated < sum(p.requires_grad for p in train_state.model.parameters())
 
 
-def _from_ends(place: StepRegion, blocks: int) -> Iterator[RelativeRegion]:
+def _from_ends(region: StepRegion, blocks: int) -> Iterator[RelativeRegion]:
     """Yields the region counted from its nearer end, or from both if near both."""
-    step, phase, model, block = place
+    step, phase, model, block = region
     if block < 0:
         yield RelativeRegion(step, phase, model, "before the first block")
         return
@@ -154,8 +154,8 @@ def at_depth(shallow: Sequence[RankPeaks], blocks: int) -> RankPeaks | None:
     for where, difference in uneven.items():
         if difference > _UNEVEN * peak and sum(splits[where].values()) > 0.9 * peak:
             return None
-    kept = last.kept + steps * (last.kept - before.kept)
-    return RankPeaks(last.rank, blocks, splits, kept, last.largest_buffer, depths=DEPTHS)
+    resident = last.kept + steps * (last.kept - before.kept)
+    return RankPeaks(last.rank, blocks, splits, resident, last.largest_buffer, depths=DEPTHS)
 
 
 @dataclass(frozen=True)
