@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from bench.api import RecordedRuns, fits, load, plan, run
-    from harness.spec.cell import Cell
-    from harness.spec.errors import UsageError
+    from harness.cell.cell import Cell
+    from harness.cell.errors import UsageError
 
 __all__ = ["Cell", "RecordedRuns", "UsageError", "fits", "load", "plan", "run"]
 
-_ELSEWHERE = {"Cell": "harness.spec.cell", "UsageError": "harness.spec.errors"}
+_ELSEWHERE = {"Cell": "harness.cell.cell", "UsageError": "harness.cell.errors"}
 
 
 def __getattr__(name: str) -> object:

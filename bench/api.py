@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.run_options import CommandOptions, RunOptions, taking
+from harness.cell.errors import UsageError
 from harness.record.store import Results, Store
-from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from harness.analysis.answer import Answer
-    from harness.analysis.baseline import Choice
+    from harness.analysis.ranking import Choice
     from harness.planner.cluster.calibration import ClusterCalibration
     from harness.planner.cluster.cluster_plan import ClusterPlan
     from harness.planner.cluster.hardware import Cluster
     from harness.planner.cluster.question import PlannedLayout
-    from harness.planner.finetune.answer import FitAnswer, FitQuestion
+    from harness.planner.fits import FitAnswer, FitQuestion
     from harness.planner.follow_up import StrategyOptions
     from harness.run.runner import ProgressListener
 
@@ -79,7 +79,7 @@ def load(
     the cell to compare with. Raises UsageError for an unknown run or baseline.
     """
     from bench.select import baseline_choice, find_run
-    from harness.spec.cell import Cell
+    from harness.cell.cell import Cell
 
     store = Store(folder)
     tables = store.load(None if runs is None else [find_run(store, run) for run in runs])
@@ -173,7 +173,7 @@ def plan(
     """
     from harness.planner.cluster.cluster_plan import plan as predicted
     from harness.planner.cluster.hardware import cluster_of
-    from harness.planner.cluster.model_names import parse_shape
+    from harness.planner.cluster.hf_config import parse_shape
     from harness.planner.cluster.question import ClusterQuestion, PlannedLayouts
     from harness.planner.cluster.recipe import precision_named
 
@@ -239,7 +239,7 @@ def fits(
 ) -> FitAnswer:
     """Predicts whether fine-tuning fits GPUs such as `2 x rtx-4090`, and how fast it is; see
     `bench fits`. Raises UsageError."""
-    from harness.planner.finetune.answer import answer
+    from harness.planner.fits import answer
 
     return answer(
         fit_question(model, gpus, method, sequence_length, batch, precision, rank, link, results)
@@ -258,10 +258,9 @@ def fit_question(
     results: str | Path | None,
 ) -> FitQuestion:
     from harness.host.gpu_models import gpu_named
-    from harness.planner.cluster.model_names import parse_shape
+    from harness.planner.cluster.hf_config import parse_shape
     from harness.planner.cluster.recipe import precision_named
-    from harness.planner.finetune.answer import FitQuestion
-    from harness.planner.finetune.speed import link_bytes_per_second
+    from harness.planner.fits import FitQuestion, link_bytes_per_second
 
     match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", gpus, re.IGNORECASE)
     if match is None or not int(match[1] or 1):

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import psutil
 
+from harness.cell.errors import plural
 from harness.host.amd import rocm_version
 from harness.host.environment import unused_gpus
 from harness.host.gpu_inventory import Gpu, GpuFacts, gpu_facts, gpu_topology, visible_gpus
 from harness.host.gpu_models import gpu_model
 from harness.host.gpu_state import GpuState, heat, states_of
 from harness.host.nvml import nvml
-from harness.spec.text import plural
 
 GIB = 2**30
 MOST_SWAP_BYTES = 256 * 2**20
@@ -165,8 +165,8 @@ def _software() -> Iterator[Trouble]:
 def _stand_ins() -> Iterator[Trouble]:
     from importlib.util import find_spec
 
-    from harness.spec.cell import Cell
-    from harness.strategy.registry import strategies
+    from harness.cell.cell import Cell
+    from harness.seam.registry import strategies
 
     for name, cls in strategies().items():
         required = any(field.is_required() for field in cls.model_fields.values())

@@ -10,23 +10,21 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, TypeAlias
 
-from bench.host import Host, host_of
+from bench.matrix import Host, host_of
 from bench.planning import kept_or_new_plan
 from bench.run_options import CommandOptions
 from bench.select import baseline_choice
-from harness.analysis.baseline import Choice
-from harness.analysis.precision import Precision, precision
+from harness.analysis.ranking import Choice, Precision, precision
 from harness.analysis.setting import timed
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.links.emulated import over_links
+from harness.record.files import VERSION
 from harness.record.plan import Plan, kept_plan
-from harness.record.run_lock import sole_writer
 from harness.record.run_record import ConclusionRecord
-from harness.record.schema import VERSION
-from harness.record.store import Store
+from harness.record.store import Store, sole_writer
 from harness.run.expected import References, expected_seconds, references_of
 from harness.run.runner import ProgressListener, Runner
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
 from reports.run_report import RunReport, ran
 
 if TYPE_CHECKING:

@@ -8,15 +8,25 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from bench.host import Host, UnsuitableData, admit_here
-from bench.matrix import Axes, Matrix, Rule, Sizes, parse_bytes, parse_changes, read_matrix
+from bench.matrix import (
+    Axes,
+    Host,
+    Matrix,
+    Rule,
+    Sizes,
+    UnsuitableData,
+    admit_here,
+    parse_bytes,
+    parse_changes,
+    read_matrix,
+)
 from bench.select import keep
+from harness.cell.cell import Cell
+from harness.cell.errors import Refused, Unavailable, UsageError, first_error
 from harness.record.plan import LeftOut
 from harness.run.expected import time_limit_seconds
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused, Unavailable, UsageError, first_error
-from harness.strategy.peak_memory import CONTEXT_BYTES, peak_bytes
-from harness.strategy.registry import make_strategy, with_defaults
+from harness.seam.peak_memory import CONTEXT_BYTES, peak_bytes
+from harness.seam.registry import make_strategy, with_defaults
 from harness.workloads import make_workload
 from harness.workloads.catalog import split_name
 

@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bench.expand import expand
-from bench.host import host_of
-from bench.matrix import Matrix, axes_of, matrix_of, read_matrix
+from bench.matrix import Matrix, axes_of, host_of, matrix_of, read_matrix
 from bench.run_options import CommandOptions
 from bench.select import baseline_choice, find_run
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.record.plan import Plan, resumable
 from harness.record.store import Store, require_plain_name
 from harness.run.allocation import launches_per_round, not_compared
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
 
 FROM_PYTHON = "bench.run"
 """Matrix name of runs whose cells were given in Python."""

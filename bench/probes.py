@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from harness.host.apart import Ended, call_apart
+from harness.host.process import Ended, call_apart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,8 +49,8 @@ def forked_rank(device: str) -> str:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as the launcher sets it
     import harness.worker.preload
     import harness.worker.worker
-    from harness.host.cuda import cuda_is_initialized, to_preload
-    from harness.strategy.registry import strategies
+    from harness.host.environment import cuda_is_initialized, to_preload
+    from harness.seam.registry import strategies
 
     needed = dict.fromkeys(
         name for cls in strategies().values() for name in (*cls.requires, *cls.capabilities.preload)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict
 
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.planner.cluster.recipe import RECOMPUTE, SUITE_CELLS, Precision, Recompute
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
     from harness.analysis.cell_result import CellResult
@@ -69,7 +69,7 @@ class PublishedRow(BaseModel):
     @property
     def cell(self) -> Cell:
         """Raises UsageError if the suite lacks the strategy or workload."""
-        from harness.strategy.registry import with_defaults
+        from harness.seam.registry import with_defaults
 
         suffix, precision = SUITE_CELLS[self.precision]
         return with_defaults(
@@ -127,7 +127,7 @@ def predicted_figures(row: PublishedRow) -> Figures | None:
 
     from harness.planner.cluster.calibration import load
     from harness.planner.cluster.hardware import cluster_of
-    from harness.planner.cluster.model_names import parse_shape
+    from harness.planner.cluster.hf_config import parse_shape
     from harness.planner.cluster.prediction import predict
     from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
 

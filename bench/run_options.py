@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeAlias, TypeVar,
 
 import typer
 
-from harness.spec.errors import UsageError
+from harness.cell.errors import UsageError
 
 if TYPE_CHECKING:
     from bench.matrix import Axes
-    from harness.spec.cell import Cell
+    from harness.cell.cell import Cell
 
 P = ParamSpec("P")
 Record = TypeVar("Record")
@@ -268,7 +268,7 @@ def taking(
     return decorated
 
 
-_TYPED: dict[str, Any] = {"only": Only, "skip": Skip, "settings": Settings, "results": Results}
+_TYPED: dict[str, object] = {"only": Only, "skip": Skip, "settings": Settings, "results": Results}
 """Types of options that Python takes in more forms than the command line."""
 
 
@@ -306,7 +306,7 @@ def _hints(record: object = CommandOptions) -> dict[str, Any]:
     return get_type_hints(record, localns=unknown, include_extras=True)
 
 
-def _default(name: str) -> Any:
+def _default(name: str) -> object:
     """Returns the default of an option; Typer takes None in place of an empty list."""
     default = getattr(CommandOptions, name, None)
     return None if default == () else default

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from harness.analysis.baseline import Choice
+from harness.analysis.ranking import Choice
 from harness.analysis.selection import RunSelection, find_run, two_sides
+from harness.cell.cell import Cell
+from harness.cell.errors import NoRuns, UsageError
+from harness.cell.yaml_text import parse_yaml
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
-from harness.spec.cell import Cell
-from harness.spec.errors import NoRuns, UsageError
-from harness.spec.yaml_text import parse_yaml
 
 __all__ = ["find_run"]
 
@@ -205,7 +205,7 @@ def plainest(cells: Sequence[Cell]) -> Cell:
 
 def split_options(word: str) -> tuple[str, str | None]:
     """Splits `ddp:a=1` or `FILE.py:CLASS:a=1` before its options, if any."""
-    from harness.strategy.registry import strategies
+    from harness.seam.registry import strategies
 
     name, colon, rest = word.partition(":")
     if colon and name in strategies():
@@ -216,7 +216,7 @@ def split_options(word: str) -> tuple[str, str | None]:
 
 def with_options(cell: Cell, text: str) -> Cell:
     """Replaces a cell's options by `name=value,...`; raises UsageError."""
-    from harness.strategy.registry import make_strategy
+    from harness.seam.registry import make_strategy
 
     pairs = [pair.partition("=") for pair in text.split(",")]
     if any(not name or not equals for name, equals, _ in pairs):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
-    from harness.analysis.baseline import Choice
+    from harness.analysis.ranking import Choice
     from harness.record.store import Results
+    from reports.sections import Written
 
 __all__ = ["write_report", "write_whole"]
 
@@ -20,16 +22,14 @@ def write_report(
     The suffix chooses the format (default: html). `baseline`: by default DDP, else the single
     process. Raises UsageError if it cannot write, ValueError without runs.
     """
-    from reports.formats import format_of, report_text
-
     path = Path(path)
     return write_whole(report_text(results, format_of(path), (), baseline).text, path, instead)
 
 
 def write_whole(text: str, path: Path, instead: str = "") -> Path:
     """Writes atomically; raises UsageError with the advice `instead` on failure."""
+    from harness.cell.errors import UsageError
     from harness.host.folders import write_atomically
-    from harness.spec.errors import UsageError
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,3 +39,43 @@ def write_whole(text: str, path: Path, instead: str = "") -> Path:
         raise UsageError(
             f"report {str(path)!r} cannot be written ({error.strerror}){advice}"
         ) from None
+
+
+Format = Literal["html", "md", "csv", "json", "pdf-ready"]
+
+
+def format_of(path: Path) -> Format:
+    suffix = path.suffix.lstrip(".")
+    return suffix if suffix in get_args(Format) else "html"  # type: ignore[return-value]
+
+
+def report_text(
+    results: Results,
+    chosen: Format = "html",
+    sections: Sequence[str] = (),
+    baseline: Choice | None = None,
+) -> Written:
+    """Returns the report of one run, or a comparison of several; raises ValueError without runs.
+
+    `sections`: by default all. `baseline`: see `reports.write_report`.
+    """
+    from reports import export_records, runs
+    from reports.run_report import each, ran
+    from reports.run_sections import run_page, run_text
+    from reports.sections import Written
+
+    several, printed = len(results.runs) > 1, chosen == "pdf-ready"
+    if chosen == "csv":
+        return Written(export_records.as_csv(each(results, baseline)), [])
+    if chosen == "json":
+        more = runs.as_json(runs.compare_all(results)) if several else {}
+        return Written(export_records.as_json(each(results, baseline), **more), [])
+    if several:
+        compared = runs.compare_all(results)
+        if chosen == "md":
+            return runs.runs_text(compared, sections)
+        return runs.runs_page(compared, sections, printed)
+    report = ran(results, baseline)
+    if chosen == "md":
+        return run_text(report, sections)
+    return run_page(report, sections, printed)

@@ -7,14 +7,14 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.ranking import compare
 from harness.analysis.stats import Comparison
+from harness.cell.errors import plural
 from harness.record.profile_record import COMPONENTS
 from harness.record.trial import TrialRecord
-from harness.spec.text import plural
 from reports import blocks as ui
 from reports import run_facts
 from reports.blocks import data, plain_text, strong
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from harness.record.store import Results
+
+JsonObject: TypeAlias = dict[str, Any]
 
 STEPS = 32
 """Maximum number of characters in a chart of steps."""
@@ -103,7 +105,7 @@ class CellDetail:
         count = max(len(peaks), max(medians, default=-1) + 1)
         return [(n, medians.get(n), peaks[n] if n < len(peaks) else None) for n in range(count)]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         ranks = ("rank", "step_seconds_p50", "peak_memory_bytes")
         return {
             "started_at": self.report.run.started_at.isoformat(),
@@ -118,14 +120,14 @@ class CellDetail:
             "log_tail": self.log_tail,
         }
 
-    def _trial(self, trial: TrialRecord) -> dict[str, Any]:
+    def _trial(self, trial: TrialRecord) -> JsonObject:
         slowest = self.slowest(trial)
         return {name: for_json(getattr(trial, name)) for name in _TRIAL} | {
             "slowest_rank_step_seconds": for_json(slowest["step_seconds"].tolist()),
             "phases": list(map(str, slowest["phase"].tolist())),
         }
 
-    def _ranking(self) -> dict[str, Any] | None:
+    def _ranking(self) -> JsonObject | None:
         cell, group, ratio = self.cell, self.group, self.ratio
         if group is None or not isinstance(cell, RankedCell):
             return None
@@ -141,7 +143,7 @@ class CellDetail:
             "verdict": ratio and ratio.verdict,
         }
 
-    def _memory(self) -> dict[str, Any] | None:
+    def _memory(self) -> JsonObject | None:
         if self.cell.states.state_bytes is None:
             return None
         finished = [trial for trial in self.trials if trial.status == "ok"]
@@ -305,7 +307,7 @@ def sparkline(values: Sequence[float | None], most: int = STEPS) -> str:
     return "".join(_BARS[round((len(_BARS) - 1) * (x - low) / (high - low))] for x in largest)
 
 
-def _time(cell: StepProfile) -> dict[str, Any]:
+def _time(cell: StepProfile) -> JsonObject:
     parts = {name: seconds for name in COMPONENTS if (seconds := cell.parts[name]) is not None}
     return {
         **{f"{name}_seconds": seconds for name, seconds in parts.items()},

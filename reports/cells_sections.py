@@ -5,9 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.setting import System, grouped
-from harness.record.trial import TrialRecord
-from harness.record.trial_status import NO_RESULT, NOT_LAUNCHED
-from harness.spec.text import plural
+from harness.cell.errors import plural
+from harness.record.trial import NO_RESULT, NOT_LAUNCHED, TrialRecord
 from reports import blocks as ui
 from reports.blocks import BREAK, data, joined, phrase, prose, small, strong
 from reports.columns import (

@@ -11,8 +11,8 @@ from harness.analysis.effects import Effect, Effects, effects_of
 from harness.analysis.ranking import compare
 from harness.analysis.setting import setting
 from harness.analysis.stats import CONFIDENCE, Comparison
-from harness.spec.cell import TECHNIQUES
-from harness.spec.text import plural
+from harness.cell.cell import TECHNIQUES
+from harness.cell.errors import plural
 from reports import blocks as ui
 from reports.bar_chart import Bar, Bars, bars_of
 from reports.blocks import data, phrase, prose

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from harness.analysis.cell_result import CellResult
-from harness.spec.cell import TECHNIQUES
+from harness.cell.cell import TECHNIQUES
 from reports.run_report import RunReport
 
 

@@ -11,8 +11,8 @@ from harness.analysis.cell_result import CellResult
 from harness.analysis.ranking import may_be_fastest, tied_with_previous
 from harness.analysis.setting import GroupSize, Setting, heading, timed
 from harness.analysis.stats import Estimate
+from harness.cell.errors import plural
 from harness.record.profile_record import ProfileRecord
-from harness.spec.text import plural
 from reports.names import device_words, unit
 
 AnyCell = TypeVar("AnyCell", bound=CellResult)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from harness.analysis.cell_result import CellResult, Placement
 from harness.analysis.ranking import compare
 from harness.analysis.setting import grouped, setting
+from harness.cell.cell import UNSHAPED, Link
+from harness.cell.errors import plural
 from harness.record.profile_record import ProfileRecord
 from harness.record.trial import TrialRecord
-from harness.spec.link import UNSHAPED, Link
-from harness.spec.text import plural
 from reports import blocks as ui
 from reports.blocks import data, prose
 from reports.columns import ReportColumn, computed, in_mebibytes, interval, table_of, words

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from harness.analysis.cell_result import CellResult
+from harness.cell.errors import plural
 from harness.record.plan import COLUMNS
-from harness.spec.text import plural
 from reports import blocks as ui
 from reports.bar_chart import MOST_ROWS, Bar, Bars, bars_of, first_few
 from reports.blocks import data, joined, prose, small

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from harness.analysis.cell_result import CellResult
-from harness.analysis.trials import CAUSES
-from harness.spec.link import over
-from harness.spec.text import plural
+from harness.analysis.cell_result import CAUSES, CellResult
+from harness.cell.cell import over
+from harness.cell.errors import plural
 from reports import blocks as ui
 from reports.text import percent
 

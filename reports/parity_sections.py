@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from harness.analysis.cell_result import VERIFIED, CellResult
-from harness.analysis.control import Adjustment
-from harness.analysis.control_levels import ControlLevel, ControlLevels, control_levels
+from harness.analysis.consistency import ControlLevel, ControlLevels, control_levels
+from harness.analysis.estimates import Adjustment
 from harness.analysis.stats import ESTIMATE_METHOD, ESTIMATES_COMPARED
-from harness.analysis.utilization import FORMULA
-from harness.spec.text import plural
+from harness.analysis.summary import FORMULA
+from harness.cell.errors import plural
 from reports import blocks as ui
 from reports.bar_chart import Bar, Bars, bars_of
 from reports.blocks import data, joined, phrase, plain_text, prose

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from harness.cell.errors import plural
 from harness.planner.cluster.cluster_plan import ClusterCandidate, ClusterPlan, SweepSquare
-from harness.spec.text import plural
 from reports import blocks as ui
 from reports.blocks import data, key, prose, small
 from reports.html_writer import PageHead, PageSection, html_page

@@ -14,8 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.cell.errors import UsageError
 from harness.record.trial import TrialRecord
-from harness.spec.errors import UsageError
 from reports import run_facts
 from reports.export_records import AXES, PUBLISHED, TRIAL_FIGURES, records
 from reports.run_report import RunReport, each, ran

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.maxsize import MaxsizeResult, limits, maxsize_results, order_notes
-from harness.analysis.utilization import GpuTime, gpu_time
-from harness.record.hardware_facts import SpeedMeasurement
+from harness.analysis.summary import GpuTime, gpu_time
+from harness.cell.cell import Cell
+from harness.cell.errors import plural
 from harness.record.plan import MATRIX, Plan
 from harness.record.profile_record import COMPONENTS, SPLIT, ProfileRecord
 from harness.record.run_record import RunRecord
-from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
-from harness.spec.text import plural
+from harness.record.trial import SpeedMeasurement, TrialRecord
 from reports.text import number, size
 
 if TYPE_CHECKING:

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from harness.analysis.answer import Answer
-from harness.analysis.baseline import Choice
 from harness.analysis.cell_result import CellResult
-from harness.analysis.control import Adjustment
+from harness.analysis.estimates import Adjustment
+from harness.analysis.ranking import Choice
 from harness.analysis.setting import System, systems
 from harness.analysis.summary import adjustment_of, summarised
+from harness.cell.cell import Cell
 from harness.record.profile_record import ProfileRecord
 from harness.record.run_record import RunRecord
-from harness.record.trial import TrialRecord
-from harness.record.trial_status import NO_RESULT
-from harness.spec.cell import Cell
+from harness.record.trial import NO_RESULT, TrialRecord
 from reports.groups import RankedGroup, find_groups, headline
 from reports.names import named
 from reports.run_facts import (

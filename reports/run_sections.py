@@ -5,7 +5,7 @@ import gc
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
-from harness.spec.text import plural
+from harness.cell.errors import plural
 from reports import blocks as ui
 from reports import run_facts
 from reports.blocks import data, prose, prose_under, strong

@@ -14,9 +14,8 @@ from harness.analysis.compare import RUNS_METHOD, ComparedCell, RunComparison, c
 from harness.analysis.history import MIN_RUNS, Series, histories, method
 from harness.analysis.selection import MeasuredCell, RunSelection, measured, select
 from harness.analysis.setting import grouped
+from harness.cell.errors import UsageError, plural
 from harness.record.run_record import RunRecord
-from harness.spec.errors import UsageError
-from harness.spec.text import plural
 from reports import blocks as ui
 from reports import run_facts
 from reports.blocks import BREAK, data, joined, phrase, prose, small, strong
@@ -202,9 +201,8 @@ def figure_unit(series: Series) -> tuple[str, float]:
 def change_words(series: Series, change: float) -> str:
     """Returns `▼ 10.0 % slower`."""
     directions = ("more", "less") if series.figure == "memory" else ("faster", "slower")
-    return (
-        f"{'▲' if change > 0 else '▼'} {signed(abs(change)).lstrip('+')} {directions[change < 0]}"
-    )
+    arrow = "▲" if change > 0 else "▼"
+    return f"{arrow} {signed(abs(change)).lstrip('+')} {directions[change < 0]}"
 
 
 def trend(series: Series, name: str) -> Trend:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from harness.analysis.cell_result import CellResult
-from harness.spec.errors import UsageError
+from harness.cell.errors import UsageError
 from reports import blocks as ui
 from reports.blocks import prose
 from reports.columns import AnyColumn, device_columns, table_of, word

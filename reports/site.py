@@ -11,10 +11,9 @@ from urllib.parse import quote
 from harness.analysis.cell_result import CellResult
 from harness.analysis.compare import RunComparison, compare_sides
 from harness.analysis.selection import RunSelection, select
+from harness.cell.errors import DamagedRun, UsageError, plural
 from harness.record.run_record import RunRecord
-from harness.record.trial_status import NOT_LAUNCHED
-from harness.spec.errors import DamagedRun, UsageError
-from harness.spec.text import plural
+from harness.record.trial import NOT_LAUNCHED
 from reports import blocks as ui
 from reports import run_facts, write_report, write_whole
 from reports.blocks import BREAK, data, phrase, prose, small, strong

@@ -3,10 +3,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from harness.analysis.baseline import micro_batch, scaling_series
 from harness.analysis.cell_result import CellResult
+from harness.analysis.ranking import micro_batch, scaling_series
 from harness.analysis.setting import SCALED, batch, setting
-from harness.spec.text import plural
+from harness.cell.errors import plural
 from reports import blocks as ui
 from reports.bar_chart import MOST_ROWS, Bar, Bars, bars_of, omitted
 from reports.blocks import data, prose

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 
 from harness.analysis.cell_result import CellResult
-from harness.analysis.utilization import PARTS
+from harness.analysis.summary import PARTS
+from harness.cell.errors import plural
 from harness.record.profile_record import COMPONENTS, SPLIT
-from harness.spec.text import plural
 from reports import blocks as ui
 from reports.bar_chart import MOST_ROWS, Bar, Bars, bars_of
 from reports.blocks import phrase, prose

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from harness.analysis.answer import why_no_advice, why_no_more_trials
 from harness.analysis.cell_result import CellResult
-from harness.spec.text import plural
+from harness.cell.errors import plural
 from reports import blocks as ui
 from reports.blocks import BREAK, data, phrase, prose, small, strong
 from reports.columns import (

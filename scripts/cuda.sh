@@ -41,7 +41,7 @@ choose_cuda() {
   driver=$(nvidia_driver) compiler=$(cuda_compiler)
   read -r cuda_version nccl_version cuda_capabilities <<<"$("$python" -c '
 import re, torch
-from harness.host.cuda import architectures
+from harness.host.environment import architectures
 nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda and torch.distributed.is_nccl_available() else "none"
 print(torch.version.cuda or "none", nccl, ",".join(re.findall(r"\bsm_(\d+)\b", " ".join(architectures()))))' 2>/dev/null)" || true
   if [ "$mode" = no ]; then cuda_why="PARALLELISM_BENCH_CUDA=no"; return; fi

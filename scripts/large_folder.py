@@ -21,10 +21,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from harness.record.files import RunFiles, read_file, write_file
+from harness.record.files import RunFiles, arrow_schema, read_file, write_file
 from harness.record.plan import kept_plan
 from harness.record.run_record import RunRecord, StepRecord
-from harness.record.schema import arrow_schema
 from harness.record.store import Store, load
 from harness.record.trial import TrialRecord
 

@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.analysis.stats import Comparison, comparison, students_t
+from harness.cell.errors import UsageError
 from harness.run.runner import SilentListener
-from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
     from harness.analysis.compare import ComparedCell, RunComparison
     from harness.analysis.selection import RunSelection
+    from harness.cell.cell import Cell
     from harness.record.trial import TrialRecord
-    from harness.spec.cell import Cell
 
 ROOT = Path(__file__).parents[1]
 RUN = "change"
@@ -165,7 +165,7 @@ def compared(before: Path, after: Path) -> RunComparison:
 
 def _without_files(side: RunSelection) -> RunSelection:
     """Returns the side with ids independent of a project's files."""
-    from harness.spec.cell import without_folder
+    from harness.cell.cell import without_folder
 
     cells = []
     for measured in side.cells:

@@ -21,7 +21,7 @@ import pytest
 
 from harness.host.folders import cache_folder
 from harness.host.gc_tuning import collect_seldom
-from harness.strategy.registry import strategies
+from harness.seam.registry import strategies
 from tests.budget import summary
 
 ROOT = Path(__file__).parents[1]

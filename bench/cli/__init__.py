@@ -12,9 +12,7 @@ from pathlib import Path
 
 import typer
 
-from harness.host.gc_tuning import collect_seldom
-from harness.host.packages import TRAINING, require
-from harness.spec.errors import (
+from harness.cell.errors import (
     DamagedFileWarning,
     DamagedRun,
     NoRuns,
@@ -23,6 +21,8 @@ from harness.spec.errors import (
     NotWritable,
     UsageError,
 )
+from harness.host.gc_tuning import collect_seldom
+from harness.host.packages import TRAINING, require
 
 COMMANDS = {
     "Measure and compare": {
@@ -35,7 +35,7 @@ COMMANDS = {
     },
     "Look up": {
         "list": "list_cmd:listing",
-        "schema": "schema:schema",
+        "schema": "list_cmd:schema",
         "doctor": "doctor:doctor",
         "check": "check:check",
     },
@@ -48,7 +48,7 @@ COMMANDS = {
     "Use elsewhere": {
         "export": "export:export",
         "publish": "publish:publish",
-        "site": "site:site",
+        "site": "report:site",
         "submit": "slurm:submit",
         "slurm status": "slurm:status",
     },

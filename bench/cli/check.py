@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bench.cli.options import Json
-from harness.spec.text import plural
+from harness.cell.errors import plural
 
 if TYPE_CHECKING:
-    from harness.record.integrity import Checked
+    from harness.record.store import Checked
 
 
 def check(
@@ -40,7 +40,7 @@ def check(
     Example: [bold]python -m bench check results --repair[/bold]
     """
     from harness.analysis.consistency import check as check_path
-    from harness.spec.errors import UsageError
+    from harness.cell.errors import UsageError
 
     if not path.exists():
         raise UsageError(f"there is no results folder or file {str(path)!r}")
@@ -85,7 +85,7 @@ def _show(checked: Checked, moved: Mapping[Path, Path], json_output: bool) -> No
 
 
 def _quarantined(path: Path, checked: Checked) -> dict[Path, Path]:
-    from harness.record.integrity import quarantine, stores_below
+    from harness.record.store import quarantine, stores_below
 
     damaged = {problem.file for problem in checked.problems if problem.damaged}
     return {

@@ -81,7 +81,7 @@ def compare(
     """
     from bench.select import find_sides
     from harness.analysis.compare import compare_sides
-    from harness.spec.errors import UsageError
+    from harness.cell.errors import UsageError
 
     named_sides = sides or []
     if history:
@@ -131,8 +131,8 @@ def _within(
     from harness.analysis.compare import compare_cells
     from harness.analysis.selection import measured
     from harness.analysis.setting import Setting
+    from harness.cell.errors import UsageError
     from harness.record.store import Store
-    from harness.spec.errors import UsageError
 
     if baseline is not None or len(sides) > 1:
         raise UsageError(
@@ -248,7 +248,7 @@ def _runs(out: Console, series: Series) -> None:
     from rich.markup import escape
 
     from bench.cli import terminal
-    from harness.spec.text import plural
+    from harness.cell.errors import plural
     from reports.runs import change_words
 
     values = [point.value.value for point in series.points]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from bench.cli.options import Json
-from harness.spec.text import plural
+from harness.cell.errors import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -131,10 +131,9 @@ def _link(link: LinkSpeed) -> str:
 
 def _devices() -> dict[str, str]:
     from harness.host.amd import rocm_version
-    from harness.host.cores import allowed_cores
+    from harness.host.cores import allowed_cores, available_memory_bytes, memory_bytes
     from harness.host.environment import cpu_model, device_type, gpus, unused_gpus
     from harness.host.gpu_inventory import driver, gpu_topology
-    from harness.host.memory_limits import available_memory_bytes, memory_bytes
 
     rows = {
         "CPU": (
@@ -162,7 +161,7 @@ def _devices() -> dict[str, str]:
 
 def _libraries() -> dict[str, str]:
     from harness.host.environment import LIBRARIES, version_of
-    from harness.strategy.registry import required_packages
+    from harness.seam.registry import required_packages
 
     names = dict.fromkeys(("torch", *LIBRARIES, *required_packages()))
     return {name: version_of(name) or "not installed" for name in names}
@@ -174,7 +173,7 @@ def _compiled_ops() -> dict[str, str]:
     import torch
 
     from harness.host.amd import rocm_version
-    from harness.strategy.registry import strategies
+    from harness.seam.registry import strategies
 
     built = torch.distributed
     nccl = "in torch" + (", as RCCL" if rocm_version() else "")
@@ -216,10 +215,10 @@ def _links() -> dict[str, str]:
 
 
 def _strategies() -> dict[str, str]:
+    from harness.cell.cell import Cell
+    from harness.cell.errors import Refused, Unavailable, UsageError
     from harness.host.environment import device_type
-    from harness.spec.cell import Cell
-    from harness.spec.errors import Refused, Unavailable, UsageError
-    from harness.strategy.registry import strategies, validate
+    from harness.seam.registry import strategies, validate
     from harness.workloads import make_workload
 
     rows = {}

@@ -10,10 +10,10 @@ import typer
 import yaml
 
 from bench.cli.options import Json, OwnRuns, Seq, StatesPrecision
-from harness.spec.errors import UsageError
+from harness.cell.errors import UsageError
 
 if TYPE_CHECKING:
-    from harness.planner.finetune.answer import FitAnswer, FitQuestion
+    from harness.planner.fits import FitAnswer, FitQuestion
 
 USUAL = Path(__file__).parents[1] / "fits.yaml"
 """Matrix and cell for each way of sharding states."""
@@ -75,7 +75,7 @@ def fits(
     Example: [bold]python -m bench fits llama-8b --gpus '2 x 4090' --method qlora[/bold]
     """
     from bench.api import fit_question
-    from harness.planner.finetune.answer import answer
+    from harness.planner.fits import answer
 
     question = fit_question(model, gpus, method, seq, batch, precision, rank, link, results)
     result = answer(question)

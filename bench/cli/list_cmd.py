@@ -44,7 +44,7 @@ def _text(value: object) -> str:
 
 
 def _strategies() -> list[dict[str, object]]:
-    from harness.strategy.registry import strategies
+    from harness.seam.registry import strategies
 
     entries: list[dict[str, object]] = []
     for name, cls in strategies().items():
@@ -92,3 +92,16 @@ def _matrices() -> list[dict[str, object]]:
         }
         for name, matrix in matrices
     ]
+
+
+def schema() -> None:
+    """Print the JSON schema of a matrix file.
+
+    Editors complete and check matrices with it. The suite's own matrices name it.
+
+    Example: [bold]python -m bench schema > matrix.schema.json[/bold]
+    """
+    from bench.matrix import Matrix
+
+    written = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    print(json.dumps(written | Matrix.model_json_schema(), indent=2))

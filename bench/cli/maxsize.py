@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 import typer
 
 from bench.cli.options import Json, Only, Results, Resume, Settings, WriteReport
-from harness.spec.text import plural
+from harness.cell.errors import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from bench.host import Host
-    from bench.matrix import Axes, Matrix
+    from bench.matrix import Axes, Host, Matrix
     from harness.analysis.maxsize import MaxsizeResult
+    from harness.cell.cell import Cell
     from harness.record.plan import Plan
     from harness.record.trial import TrialRecord
     from harness.run.runner import Runner
-    from harness.spec.cell import Cell
 
 HOME = Path(__file__).parents[1]
 CELLS = {"model": HOME / "maxsize.yaml", "sequence": HOME / "context.yaml"}
@@ -86,11 +85,11 @@ def maxsize(
     Example: [bold]python -m bench maxsize --budget 1GiB --only fsdp2[/bold]
     """
     from bench.cli import terminal
+    from harness.cell.errors import UsageError
     from harness.record.plan import MATRIX, resumable
     from harness.record.store import Store
     from harness.run.maxsize import Search
     from harness.run.runner import Runner
-    from harness.spec.errors import UsageError
 
     store = Store(results)
     store.require_writable()
@@ -160,7 +159,7 @@ def _conclude(
 def _changes(settings: list[str], grow: str = "model") -> Axes:
     """Returns the axes of --set; raises UsageError for one that the search sets."""
     from bench.matrix import parse_changes
-    from harness.spec.errors import UsageError
+    from harness.cell.errors import UsageError
 
     changes = parse_changes(settings)
     instead = {"workload": "--hidden", "memory_limit_bytes": "--budget", "devices": "--ranks"}
@@ -184,7 +183,7 @@ class SearchRequest:
     def budget_on(self, host: Host) -> int:
         """Returns the budget in bytes; raises UsageError if the host has less."""
         from bench.matrix import parse_bytes
-        from harness.spec.errors import UsageError
+        from harness.cell.errors import UsageError
 
         budget, many = parse_bytes(self.budget), self.ranks or host.many
         needed = budget * (1 if host.device == "cuda" else many)
@@ -208,8 +207,7 @@ class SearchRequest:
 
 def _plan(request: SearchRequest, strategies: list[str], changes: Axes) -> Plan:
     from bench.expand import expand
-    from bench.host import Host
-    from bench.matrix import SearchMatrix, read_as
+    from bench.matrix import Host, SearchMatrix, read_as
     from harness.run.maxsize import plan_of, token_step
 
     read = read_as(str(request.file), SearchMatrix)

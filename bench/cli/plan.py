@@ -25,7 +25,7 @@ from bench.cli.options import (
     Top,
     WrittenMatrix,
 )
-from harness.spec.text import plural
+from harness.cell.errors import plural
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -124,23 +124,31 @@ def plan(
     prepared, written = _prepared(answer, constants, model, matrix, export)
     page = ""
     if html:
-        from harness.planner.cluster.cluster_plan import sweep
-        from reports.prediction_page import plan_page
-
-        squares = sweep(answer.question, constants, goal)
-        page = plan_page(answer, sentences, constants.source, squares)
+        page = _page(answer, sentences, constants)
         written.append(f"page: {html}")
     _write(prepared, page, html)
     if json_output:
-        document = dataclasses.asdict(answer) | {
-            "explanation": sentences,
-            "calibration": constants.source,
-            "anchor": constants.anchor and dataclasses.asdict(constants.anchor),
-            "written": written,
-        }
-        print(json.dumps(document))
+        print(json.dumps(_as_json(answer, sentences, constants) | {"written": written}))
         return
     _show(answer, sentences, constants.source, written)
+
+
+def _page(answer: ClusterPlan, sentences: list[str], constants: ClusterCalibration) -> str:
+    from harness.planner.cluster.cluster_plan import sweep
+    from reports.prediction_page import plan_page
+
+    squares = sweep(answer.question, constants, answer.goal)
+    return plan_page(answer, sentences, constants.source, squares)
+
+
+def _as_json(
+    answer: ClusterPlan, sentences: list[str], constants: ClusterCalibration
+) -> dict[str, object]:
+    return dataclasses.asdict(answer) | {
+        "explanation": sentences,
+        "calibration": constants.source,
+        "anchor": constants.anchor and dataclasses.asdict(constants.anchor),
+    }
 
 
 def _prepared(

@@ -12,9 +12,9 @@ import typer
 from bench.cli import options as opt
 
 if TYPE_CHECKING:
-    from harness.analysis.utilization import GpuTime
+    from harness.analysis.summary import GpuTime
+    from harness.cell.cell import Cell
     from harness.record.profile_record import ProfileRecord
-    from harness.spec.cell import Cell
 
 
 def profile(
@@ -56,8 +56,8 @@ def profile(
 
 
 def _require_runnable(cell: Cell) -> None:
-    from harness.spec.errors import Refused, Unavailable, UsageError
-    from harness.strategy.registry import validate
+    from harness.cell.errors import Refused, Unavailable, UsageError
+    from harness.seam.registry import validate
     from harness.workloads import make_workload
 
     try:
@@ -68,11 +68,11 @@ def _require_runnable(cell: Cell) -> None:
 
 def _traced(cell: Cell, folder: Path) -> tuple[ProfileRecord, list[Path]]:
     """Returns a profiled cell's record and traces, which replace the folder's on success."""
+    from harness.cell.errors import UsageError
     from harness.launch.launcher import Launcher
     from harness.links.emulated import over_links
     from harness.run.prepared import packages
     from harness.run.profile import profile_cell
-    from harness.spec.errors import UsageError
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def replace_traces(files: list[Path], folder: Path) -> list[Path]:
 
 def name_ranks(folder: Path) -> list[Path]:
     """Labels processes with their rank; also merges several traces into all.json.gz."""
-    from harness.spec.errors import UsageError
+    from harness.cell.errors import UsageError
 
     def rank_of(file: Path) -> int:
         return int(file.name.removeprefix("rank").partition(".")[0])
@@ -162,9 +162,9 @@ def gpu_time_of(cell: Cell, record: ProfileRecord) -> GpuTime | None:
 
     Measures peak rates first, in about 8 s.
     """
-    from harness.analysis.utilization import gpu_time
+    from harness.analysis.summary import gpu_time
     from harness.measure.hardware_benchmark import measure_apart
-    from harness.run.rows import peaks_of
+    from harness.run.metrics import peaks_of
     from harness.workloads import make_workload
     from harness.workloads.counts import model_facts
 

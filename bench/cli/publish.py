@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from bench.cli.options import AllRuns, Json, Results, Runs
-from harness.spec.text import plural
+from harness.cell.errors import plural
 
 
 def publish(

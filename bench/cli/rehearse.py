@@ -12,8 +12,8 @@ from bench.cli.options import Batch, Devices, Json, Precision, Seq, Workload
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from harness.cell.cell import Cell
     from harness.planner.rehearsal.rehearse import Rehearsal
-    from harness.spec.cell import Cell
 
 Answer: TypeAlias = "tuple[Cell, Rehearsal | None, str]"
 """A cell, and its rehearsal or the reason why its memory is unknown."""
@@ -69,7 +69,7 @@ def rehearse(
     Example: [bold]python -m bench rehearse ddp fsdp2 --workload llama-7b --devices 64 --batch
     64[/bold]
     """
-    from harness.spec.errors import UsageError
+    from harness.cell.errors import UsageError
 
     common = {
         "workload": workload,
@@ -92,9 +92,9 @@ def rehearse(
 
 def _rehearsed(cell: Cell, ranks: Sequence[int], every_block: bool) -> tuple[Rehearsal | None, str]:
     """Returns the rehearsal, or why the cell's memory is unknown."""
+    from harness.cell.errors import Refused, Unavailable, UsageError
     from harness.planner.rehearsal.rehearse import rehearse as rehearse_cell
     from harness.planner.rehearsal.world import quiet
-    from harness.spec.errors import Refused, Unavailable, UsageError
 
     try:
         with quiet():
@@ -109,9 +109,9 @@ def _cell(word: str, common: dict[str, object]) -> Cell:
     from pydantic import ValidationError
 
     from bench.select import split_options, with_options
-    from harness.spec.cell import Cell
-    from harness.spec.errors import UsageError, first_error
-    from harness.strategy.registry import make_strategy
+    from harness.cell.cell import Cell
+    from harness.cell.errors import UsageError, first_error
+    from harness.seam.registry import make_strategy
 
     strategy, options = split_options(word)
     try:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from bench.cli.options import AllRuns, BaselineCell, Json, OutFile, Results, Runs
-from reports.formats import Format, format_of
+from harness.cell.errors import plural
+from reports import Format, format_of
 
 if TYPE_CHECKING:
     from harness.record.store import Store
@@ -74,8 +75,8 @@ def report(
 
     Example: [bold]python -m bench report --open[/bold]
     """
+    from harness.cell.errors import UsageError
     from harness.record.store import Store
-    from harness.spec.errors import UsageError
 
     store = Store(results)
     options = ReportOptions(
@@ -107,7 +108,7 @@ def report(
 
 
 def _check(options: ReportOptions, open_browser: bool) -> None:
-    from harness.spec.errors import UsageError
+    from harness.cell.errors import UsageError
 
     out, chosen = options.out, options.format_name
     if out is not None and out.is_dir():
@@ -130,7 +131,7 @@ def _reports(
     store: Store, patterns: Sequence[str], every: bool, per_run: bool, options: ReportOptions
 ) -> tuple[list[Path], list[str]]:
     from bench.select import find_runs
-    from harness.spec.errors import UsageError
+    from harness.cell.errors import UsageError
 
     run_ids = find_runs(store, patterns, every)
     if per_run and options.out is not None and len(run_ids) > 1:
@@ -146,7 +147,7 @@ def _reports(
 
 
 def _one(store: Store, wanted: list[str], options: ReportOptions) -> Path | None:
-    from harness.spec.errors import UsageError
+    from harness.cell.errors import UsageError
     from reports import write_whole
 
     if options.out is None and options.format_name not in ("html", "pdf-ready"):
@@ -166,7 +167,7 @@ def _one(store: Store, wanted: list[str], options: ReportOptions) -> Path | None
 def _text(store: Store, wanted: list[str], options: ReportOptions) -> str:
     from bench.select import baseline_choice
     from harness.record.plan import kept_plan
-    from reports.formats import report_text
+    from reports import report_text
 
     results = store.load(wanted, steps=False)
     baseline = baseline_choice(options.baseline, kept_plan(store, wanted[0]).cells)
@@ -181,3 +182,39 @@ def _index(store: Store, path: Path) -> Path:
 
     text = site.page(site.entries(store, path.parent), path.parent)
     return write_whole(text, path, "python -m bench report --index --out FILE")
+
+
+def site(
+    results: Annotated[
+        list[Path],
+        typer.Argument(metavar="RESULTS...", help="Results folders, or folders that contain some."),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write to.")] = Path("site"),
+    json_output: Json = False,
+) -> None:
+    """Write a static site that collects runs of several machines and people.
+
+    One page lists all runs and cells, with filters; each run has its report. The pages need no
+    server and load nothing.
+
+    Example: [bold]python -m bench site results/ results-of-others/ --out site[/bold]
+    """
+    from harness.cell.errors import NoRuns, UsageError
+    from harness.record.store import stores_below
+    from reports.site import INDEX, write_site
+
+    for folder in results:
+        if not folder.is_dir():
+            raise UsageError(f"there is no results folder {str(folder)!r}")
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {str(out)!r} is a file; name a folder")
+    stores = [store for folder in results for store in stores_below(folder) if store.run_ids()]
+    if not stores:
+        raise NoRuns(f"no runs in {', '.join(repr(str(folder)) for folder in results)}")
+    written = write_site(stores, out, "python -m bench site RESULTS --out FOLDER")
+    index, runs = out / INDEX, [entry.run.run_id for entry in written]
+    machines = list(dict.fromkeys(entry.machine for entry in written))
+    if json_output:
+        print(json.dumps({"site": str(index), "runs": runs, "machines": machines}))
+    else:
+        print(f"{index}: {plural(len(runs), 'run')} of {plural(len(machines), 'machine')}")

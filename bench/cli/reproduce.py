@@ -37,8 +37,8 @@ def reproduce(
         published_figures,
         published_rows,
     )
+    from harness.cell.errors import UsageError
     from harness.host.packages import TRAINING, require
-    from harness.spec.errors import UsageError
 
     rows = published_rows()
     if list_rows:

@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.cli import terminal
-from bench.cli.run_plan import headline_as_json, show_headline, show_inputs, show_plan
-from bench.cli.run_progress import RunProgress
+from bench.cli.run_progress import (
+    RunProgress,
+    headline_as_json,
+    show_headline,
+    show_inputs,
+    show_plan,
+)
 from bench.execution import Concluded, Ended, Prepared, conclude, execute, prepare
 from bench.run_options import CommandOptions
 from harness.analysis.answer import what_more_would_buy, why_no_advice, why_no_more_trials
-from harness.analysis.baseline import Choice
+from harness.analysis.ranking import Choice
 from harness.analysis.setting import timed
 from harness.record.plan import Plan
 from harness.record.store import Store
-from harness.record.trial_status import NOT_LAUNCHED
+from harness.record.trial import NOT_LAUNCHED
 from harness.run.allocation import planned_headline
 from reports import write_report
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from bench.cli import options as opt
-from bench.cluster.target import Target
+from bench.cluster import Target
 from bench.run_options import command_line
-from harness.spec.errors import UsageError
-from harness.spec.text import plural
+from harness.cell.errors import UsageError, plural
 
 if TYPE_CHECKING:
     from bench.cluster.jobs import ClusterJob, JobState
@@ -124,7 +123,7 @@ def submit(
 def _write_manifests(
     target: Target, site: Site, job: ClusterJob, dry_run: bool, json_output: bool
 ) -> None:
-    from bench.cluster.manifests import manifests, start_command
+    from bench.cluster.jobs import manifests, start_command
 
     if "/" in job.matrix:
         raise UsageError(
@@ -200,8 +199,8 @@ def status(
     Example: [bold]python -m bench slurm status 4711[/bold]
     """
     from bench.cluster.jobs import states, submissions
+    from harness.cell.errors import NoRuns, UsageError
     from harness.record.store import Store
-    from harness.spec.errors import NoRuns, UsageError
 
     store = Store(results)
     run_ids, submitted = store.run_ids(), submissions(results)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from harness.record.trial_status import NOT_LAUNCHED
+from harness.record.trial import NOT_LAUNCHED
 
 if TYPE_CHECKING:
     from harness.analysis.answer import Answer
@@ -141,8 +141,8 @@ def stop_signals() -> Iterator[None]:
 
 def ranking(out: Console, cells: Sequence[CellResult]) -> None:
     """Prints ranked cells per workload, then the others with reasons."""
+    from harness.analysis.cell_result import CAUSES
     from harness.analysis.setting import grouped, systems
-    from harness.analysis.trials import CAUSES
 
     ranked = [cell for cell in cells if cell.ranked]
     for workload, group in grouped(ranked, lambda cell: cell.cell.workload_name).items():
@@ -182,7 +182,7 @@ def ranking(out: Console, cells: Sequence[CellResult]) -> None:
 
 def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
     from harness.analysis.ranking import tied_with_previous
-    from harness.spec.link import over
+    from harness.cell.cell import over
 
     nodes = ["nodes"] if any(cell.cell.nodes > 1 for cell in cells) else []
     ranked = table(
@@ -227,7 +227,7 @@ def advice(out: Console, answer: Answer, where: str) -> None:
 
 
 def paths(out: Console, store: Store, planned: Plan, page: Path | None, finished: bool) -> None:
-    from harness.record.schema import TABLES
+    from harness.record.files import TABLES
 
     tables = ",".join(table for table in TABLES if (store.folder / table).is_dir())
     out.print(f"parquet: {store.folder}/{{{tables}}}  run {planned.run_id}")

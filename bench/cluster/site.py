@@ -8,8 +8,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-from harness.spec.errors import UsageError, first_error
-from harness.spec.yaml_text import parse_yaml, require_keys
+from harness.cell.errors import UsageError, first_error
+from harness.cell.yaml_text import parse_yaml, require_keys
 
 ROOT = Path(__file__).parents[2]
 DEFAULT = ROOT / "slurm" / "site.yaml"

@@ -14,16 +14,16 @@ from typing import Any
 
 import pandas as pd
 
+from harness.cell.cell import Cell
+from harness.cell.errors import Refused
 from harness.launch.launcher import Launcher
-from harness.parity.gradient_norms import allowed_norm
+from harness.parity.later import allowed_norm
 from harness.parity.verdict import KINDS
 from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.run.references import declared
 from harness.run.runner import Runner, SilentListener
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused
-from harness.strategy.registry import validate
+from harness.seam.registry import validate
 from harness.workloads import make_workload
 
 MODELS, SEEDS = ("llama-nano", "gpt2-nano", "mixtral-nano"), (0, 1)

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from scipy.optimize import least_squares, minimize
 from scipy.special import ndtr
 
+from harness.cell.errors import UsageError
 from harness.host.folders import write_atomically
 from harness.planner.cluster.calibration import (
     LEVEL,
@@ -33,13 +34,12 @@ from harness.planner.cluster.calibration import (
     priors_of,
 )
 from harness.planner.cluster.hardware import Cluster
+from harness.planner.cluster.hf_config import parse_shape
 from harness.planner.cluster.layout_memory import memory
-from harness.planner.cluster.model_names import parse_shape
 from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.prediction import Predictions, predict
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayouts
 from harness.planner.cluster.step_time import step_time
-from harness.spec.errors import UsageError
 
 COLUMNS = (
     "model", "Nodes", "MBS", "GradAcc", "GBS", "DP", "PP", "TP", "ZeRO", "tok_s", "gpu_mem_gb",

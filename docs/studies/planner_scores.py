@@ -29,6 +29,7 @@ from docs.studies.planner_calibration import (
     read_runs,
     save,
 )
+from harness.cell.errors import UsageError
 from harness.planner.cluster.calibration import (
     Bools,
     ClusterCalibration,
@@ -40,7 +41,6 @@ from harness.planner.cluster.calibration import (
 from harness.planner.cluster.hardware import Cluster, cluster_of
 from harness.planner.cluster.prediction import REFUSED_BELOW, ranked
 from harness.planner.cluster.question import PlannedLayout
-from harness.spec.errors import UsageError
 
 FEWEST_RANKED = 20
 FEWEST_NODE_COUNTS = 2

@@ -26,7 +26,7 @@ import numpy as np
 
 from harness.planner.cluster.calibration import LEVEL, Floats, load
 from harness.planner.cluster.hardware import cluster_of
-from harness.planner.cluster.model_names import parse_shape
+from harness.planner.cluster.hf_config import parse_shape
 from harness.planner.cluster.prediction import UNMEASURED, predict, unmeasured_kinds
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
 from harness.planner.cluster.recipe import precision_named

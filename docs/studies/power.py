@@ -27,8 +27,7 @@ from typing import NamedTuple
 
 from harness.analysis.answer import trustworthy
 from harness.analysis.estimates import ALLOWANCE, estimates_of, log_estimates, steps_of
-from harness.analysis.heats import joined
-from harness.analysis.race import Entrants, next_heats
+from harness.analysis.race import Entrants, joined, next_heats
 from harness.analysis.ranking import against_best, confident_that_beaten, gains
 from harness.analysis.setting import Setting
 from harness.analysis.stats import CONFIDENCE, LogEstimate

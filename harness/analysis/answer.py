@@ -9,8 +9,8 @@ from harness.analysis.race import FAR_BEHIND, RACE_ROUNDS, Entrants, contenders,
 from harness.analysis.ranking import compare, gains, half_widths, may_be_fastest
 from harness.analysis.setting import by_setting
 from harness.analysis.stats import CONFIDENCE, EQUAL, Comparison, LogEstimate
+from harness.cell.cell import BASELINE, TECHNIQUES
 from harness.record.profile_record import ProfileRecord
-from harness.spec.cell import BASELINE, TECHNIQUES
 
 SAME_MEMORY = 0.05
 """Peaks within this fraction of the lowest count as equal."""

@@ -17,8 +17,8 @@ from harness.analysis.stats import (
     Comparison,
     compare_runs,
 )
-from harness.record.trial_status import NOT_LAUNCHED
-from harness.spec.errors import UsageError
+from harness.cell.errors import UsageError
+from harness.record.trial import NOT_LAUNCHED
 
 MEMORY_EFFECT = 0.05
 """Smallest relative difference in peak memory that counts."""

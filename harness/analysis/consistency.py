@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from pydantic import ValidationError
 
 from harness.analysis.cell_result import VERIFIED
-from harness.analysis.losses import loss_deviations
-from harness.record.files import copied_digest, names_digest, read_file
-from harness.record.integrity import (
+from harness.analysis.estimates import computing, mean_window, windows_of
+from harness.cell.cell import Cell
+from harness.cell.redaction import REDACTED
+from harness.cell.training import EXACT, HALF_PRECISIONS, WIDEST_BY_NOISE
+from harness.record.files import VERSION, copied_digest, names_digest, read_file
+from harness.record.run_record import RunRecord
+from harness.record.store import (
     Checked,
     Problem,
+    Store,
+    TrialKey,
     check_folder,
     file_problems,
     files_of,
+    is_plain_name,
     json_problem,
     stores_below,
     table_of,
 )
-from harness.record.run_record import RunRecord
-from harness.record.schema import VERSION
-from harness.record.store import Store, TrialKey, is_plain_name
-from harness.record.trial import TrialRecord, cell_columns
-from harness.record.trial_status import WORST_FIRST
-from harness.spec.cell import Cell
-from harness.spec.redaction import REDACTED
-from harness.spec.training import EXACT, HALF_PRECISIONS, WIDEST_BY_NOISE
+from harness.record.trial import WORST_FIRST, TrialRecord, cell_columns
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
+    from numpy.typing import NDArray
 
 JSON_COLUMNS: dict[str, type[object]] = {
     "plan": dict,
@@ -260,3 +265,169 @@ TRIAL_RULES: tuple[Callable[[TrialRecord], Iterator[Finding]], ...] = (
     _verdict,
     _figures,
 )
+
+
+def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
+    """Averages each step's losses over ranks that have one."""
+    losses: list[float | None] = []
+    for step in zip(*ranks, strict=True):
+        have = [loss for loss in step if loss is not None]
+        losses.append(sum(have) / len(have) if have else None)
+    return losses
+
+
+def first_known(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
+    """Returns each step's value from the first rank that has one."""
+    return [next((v for v in step if v is not None), None) for step in zip(*ranks, strict=True)]
+
+
+def loss_deviations(losses: Sequence[float | None], reference: Sequence[float]) -> list[float]:
+    """Returns |loss - reference| / |reference| by step; infinite if a loss is missing or not
+    finite."""
+    gaps = []
+    for step, expected in enumerate(reference):
+        loss = losses[step] if step < len(losses) else None
+        if loss is None or not math.isfinite(loss):
+            gaps.append(math.inf)
+        else:
+            gaps.append(abs(loss - expected) / max(abs(expected), 1e-12))
+    return gaps
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Consecutive steps up to a rewind or the end."""
+
+    first: int
+    losses: tuple[float | None, ...]
+
+    def before(self, step: int) -> tuple[float | None, ...]:
+        return self.losses[: max(0, step - self.first)]
+
+    def since(self, step: int) -> tuple[float | None, ...]:
+        return self.losses[max(0, step - self.first) :]
+
+
+def passes(
+    losses: Sequence[float | None], training_steps: Sequence[int | None]
+) -> tuple[Pass, ...]:
+    """Splits losses at rewinds. `training_steps`: step of each loss; None means its index."""
+    steps = [number if step is None else step for number, step in enumerate(training_steps)]
+    starts = [i for i, step in enumerate(steps) if i == 0 or step != steps[i - 1] + 1]
+    return tuple(
+        Pass(steps[begin], tuple(losses[begin:end]))
+        for begin, end in itertools.pairwise((*starts, len(steps)))
+    )
+
+
+BLOCK = 12
+"""Most consecutive trials in which the machine's speed counts as constant."""
+SHUFFLES = 2000
+LEAST_PROBABILITY = 0.01
+FEWEST_LABELS = 2
+
+
+@dataclass(frozen=True)
+class ControlLevel:
+    launcher: str
+    ratio: float
+    """Control time over neighbouring trials' median."""
+    low: float
+    high: float
+    """95 % interval of the ratio."""
+    trials: int
+
+
+@dataclass(frozen=True)
+class ControlLevels:
+    launchers: tuple[ControlLevel, ...]
+    labels: int
+    probability: float
+    """Probability of at least this difference by chance, by shuffling labels within blocks of
+    consecutive trials."""
+
+    @property
+    def by_chance(self) -> bool:
+        return self.probability > LEAST_PROBABILITY
+
+
+def control_levels(trials: Sequence[TrialRecord]) -> ControlLevels | None:
+    """Returns levels over trials with a core per rank; None for fewer than two labels."""
+    blocks = _blocks(trials)
+    trials = [trial for block in blocks for trial in block]
+    deviations = [value for block in blocks for value in _deviations(block)]
+    names = sorted(set(map(_label, trials)))
+    if len(names) < FEWEST_LABELS:
+        return None
+    by_launcher: dict[str, list[float]] = defaultdict(list)
+    for trial, value in zip(trials, deviations, strict=True):
+        by_launcher[str(trial.launcher)].append(value)
+    levels = [_level(name, values) for name, values in sorted(by_launcher.items())]
+    return ControlLevels(tuple(levels), len(names), _probability(blocks, deviations, names))
+
+
+def _label(trial: TrialRecord) -> str:
+    return f"{trial.strategy} {trial.launcher}"
+
+
+def _blocks(trials: Sequence[TrialRecord]) -> list[list[TrialRecord]]:
+    alike: Mapping[Hashable, list[TrialRecord]] = defaultdict(list)
+    for trial in sorted(trials, key=lambda trial: trial.started_at):
+        if windows_of(trial) and not trial.oversubscribed:
+            alike[computing(trial)].append(trial)
+    return [
+        members[start : start + BLOCK]
+        for members in alike.values()
+        for start in range(0, len(members), BLOCK)
+        if len(members[start : start + BLOCK]) > 1
+    ]
+
+
+def _deviations(block: Sequence[TrialRecord]) -> list[float]:
+    logs = [mean_window(windows_of(trial)).control for trial in block]
+    middle = statistics.median(logs)
+    return [log - middle for log in logs]
+
+
+def _level(name: str, values: Sequence[float]) -> ControlLevel:
+    from scipy.stats import t
+
+    mean, error = statistics.fmean(values), math.inf
+    if len(values) > 1:
+        standard_error = statistics.stdev(values) / math.sqrt(len(values))
+        error = standard_error * float(t.ppf(0.975, len(values) - 1))
+    return ControlLevel(
+        name, math.exp(mean), math.exp(mean - error), math.exp(mean + error), len(values)
+    )
+
+
+def _probability(
+    blocks: Sequence[Sequence[TrialRecord]], deviations: Sequence[float], names: Sequence[str]
+) -> float:
+    import numpy as np
+
+    chance = np.random.default_rng(0)
+    number = {name: i for i, name in enumerate(names)}
+    labels = [np.array([number[_label(trial)] for trial in block]) for block in blocks]
+    values = np.array(deviations)
+    observed = _differences(np.concatenate(labels)[None], values, len(names))
+    shuffled = [
+        chance.permuted(np.tile(labels_of_block, (SHUFFLES, 1)), axis=1)
+        for labels_of_block in labels
+    ]
+    differences = _differences(np.concatenate(shuffled, axis=1), values, len(names))
+    return (1 + int((differences >= observed).sum())) / (1 + SHUFFLES)
+
+
+def _differences(
+    labels: NDArray[np.int64], values: NDArray[np.float64], names: int
+) -> NDArray[np.float64]:
+    """Returns sums of squares between labels. `labels`: shape [shuffles, trials]; `values`: shape
+    [trials]."""
+    import numpy as np
+
+    total = np.zeros(len(labels))
+    for name in range(names):
+        has_name = labels == name
+        total += (has_name @ values) ** 2 / has_name.sum(axis=1)
+    return total

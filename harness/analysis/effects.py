@@ -10,12 +10,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from harness.analysis.baseline import baseline_of
 from harness.analysis.cell_result import CellResult
-from harness.analysis.ranking import compare
+from harness.analysis.ranking import baseline_of, compare
 from harness.analysis.setting import setting
 from harness.analysis.stats import CONFIDENCE, Comparison, LogEstimate, added_level_error, ratio
-from harness.spec.cell import TECHNIQUES, Cell
+from harness.cell.cell import TECHNIQUES, Cell
 
 
 @dataclass(frozen=True)

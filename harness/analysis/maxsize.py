@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from harness.cell.cell import Cell
 from harness.record.plan import (
     COLUMNS,
     KINDS,
@@ -17,7 +18,6 @@ from harness.record.plan import (
 )
 from harness.record.store import Results
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.summary import in_recorded_order
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.record.run_record import RunRecord
 from harness.record.store import Results, Store
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

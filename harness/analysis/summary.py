@@ -4,12 +4,12 @@ import functools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from harness.analysis.baseline import Choice, with_baselines, with_efficiencies
 from harness.analysis.cell_result import (
+    CAUSES,
     VERIFIED,
     WORST_VERDICT_FIRST,
     CellResult,
@@ -24,14 +24,6 @@ from harness.analysis.cell_result import (
     Times,
     Traffic,
     Work,
-)
-from harness.analysis.control import Adjustment
-from harness.analysis.estimates import RunEstimates, estimates_of
-from harness.analysis.same_training import with_same_training
-from harness.analysis.setting import grouped
-from harness.analysis.stats import Estimate
-from harness.analysis.trials import (
-    CAUSES,
     causes_of,
     disturbance_in_words,
     ended,
@@ -39,13 +31,19 @@ from harness.analysis.trials import (
     reason_of,
     worst_of,
 )
-from harness.analysis.utilization import device_rate
+from harness.analysis.estimates import Adjustment, RunEstimates, estimates_of
+from harness.analysis.ranking import Choice, with_baselines, with_efficiencies
+from harness.analysis.setting import grouped, with_same_training
+from harness.analysis.stats import Estimate
+from harness.cell.cell import Cell
+from harness.cell.errors import DamagedRun
+from harness.record.profile_record import GPU_PARTS, ProfileRecord
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
-from harness.spec.errors import DamagedRun
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from harness.record.trial import TrialRecord
 
 STATE_KINDS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "library_bytes")
 Group = TypeVar("Group", Placement, Work, Times, Memory, Traffic, Checkpoint, Parity)
@@ -295,3 +293,87 @@ def _parity(fill: _Fill, judged: Sequence[TrialRecord]) -> Parity:
         rewind_loss_deviation=max(_values(judged, "rewind_loss_deviation"), default=None),
         rewind_update_deviation=max(_values(judged, "rewind_update_deviation"), default=None),
     )
+
+
+FORMULA = (
+    "matrix-multiply, convolution and attention FLOPs of one forward and backward of the unsplit"
+    " model, 2 per multiply-add, attention over the full square, counted by"
+    " torch.utils.flop_counter; recomputation is not counted (hardware FLOPs include it); MFU ="
+    " FLOPs x steps/s / (devices x peak of the device in the precision)"
+)
+
+
+def mfu(
+    flops_per_step: float | None, step_seconds: float, devices: int, peak: float | None
+) -> float | None:
+    """Returns model FLOPs utilisation, a fraction (PaLM, arXiv 2204.02311, appendix B), if the peak
+    is known."""
+    if flops_per_step is None or peak is None or step_seconds <= 0:
+        return None
+    return flops_per_step / step_seconds / (devices * peak)
+
+
+def device_rate(trial: TrialRecord, utilization: float | None) -> float | None:
+    """Returns a device's FLOP/s at utilisation 1."""
+    if not (utilization and trial.flops_per_step and trial.samples_per_second):
+        return None
+    steps_per_second = trial.samples_per_second / trial.global_batch
+    return trial.flops_per_step * steps_per_second / trial.devices / utilization
+
+
+AT_RATE, BELOW_RATE = "matmul_at_measured_rate", "matmul_below_measured_rate"
+PARTS = {
+    AT_RATE: "arithmetic at the measured rate",
+    BELOW_RATE: "slower matrix products",
+    "matmul": "matrix products",
+    "attention": "attention",
+    "kernels": "other kernels",
+    "optimizer": "optimizer",
+    "communication": "exposed communication",
+    "copy": "copies between host and device",
+    "idle": "idle, waiting for the host",
+}
+"""Display names. `matmul` replaces the first two if the measured rate is unknown."""
+_LEAST_SHARE = 0.005
+
+
+@dataclass(frozen=True)
+class GpuTime:
+    step_seconds: float
+    seconds: Mapping[str, float]
+    """Seconds by part; they sum to the step."""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        return {name: seconds / self.step_seconds for name, seconds in self.seconds.items()}
+
+    @property
+    def sentence(self) -> str:
+        shares = self.shares
+        first = AT_RATE if AT_RATE in shares else "matmul"
+        gap = sorted((name for name in shares if name != first), key=lambda name: -shares[name])
+        told = [f"{shares[n] * 100:.0f} % {PARTS[n]}" for n in gap if shares[n] >= _LEAST_SHARE]
+        start = f"{shares[first] * 100:.0f} % of the step is {PARTS[first]}"
+        return f"{start}; the rest: {', '.join(told)}" if told else start
+
+
+def gpu_time(
+    profile: ProfileRecord, flops_per_device: float | None, matmul_rate: float | None
+) -> GpuTime | None:
+    """Breaks down a profiled step, if a GPU was profiled.
+
+    `flops_per_device`: model FLOPs per step, with attention. `matmul_rate`: measured FLOP/s. Idle
+    time excludes the profiler's overhead.
+    """
+    by_part = {part: getattr(profile, f"gpu_{part}_seconds") for part in GPU_PARTS}
+    if not all(by_part.values()):
+        return None
+    seconds = {part: statistics.fmean(ranks) for part, ranks in by_part.items()}
+    if profile.plain_step_seconds and profile.profiled_step_seconds:
+        added = max(0.0, profile.profiled_step_seconds - profile.plain_step_seconds)
+        seconds["idle"] -= min(added, seconds["idle"])
+    if flops_per_device and matmul_rate:
+        matmul = seconds.pop("matmul")
+        ideal = min(flops_per_device / matmul_rate, matmul)
+        seconds = {AT_RATE: ideal, BELOW_RATE: matmul - ideal, **seconds}
+    return GpuTime(sum(seconds.values()), seconds)

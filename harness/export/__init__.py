@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.cell.cell import Cell
+from harness.cell.errors import Refused, Unavailable, UsageError
 from harness.host.environment import version_of
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused, Unavailable, UsageError
-from harness.strategy.base import Export, Strategy
-from harness.strategy.job import LOSS_SCALE, Job
-from harness.strategy.optimizers import EXTRA_OPTIMIZERS, PACKAGES, muon_arguments, packages_of
-from harness.strategy.registry import make_strategy, strategies, validate
+from harness.seam.base import Export, Strategy
+from harness.seam.job import LOSS_SCALE, Job
+from harness.seam.optimizers import EXTRA_OPTIMIZERS, PACKAGES, muon_arguments, packages_of
+from harness.seam.registry import make_strategy, strategies, validate
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.workload import has_weights
 from harness.workloads.workload_variants import FLOAT8

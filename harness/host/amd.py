@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.host.apart import Ended, call_apart
+from harness.host.process import Ended, call_apart
 
 _SYS = Path("/sys")
 _ASK_SECONDS = 120.0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -79,8 +81,6 @@ def unused_gpus() -> str | None:
         return _without_code()
     import torch
 
-    from harness.host.cuda import architectures
-
     build, needed = f"torch {torch.__version__}", torch.version.cuda
     if not torch.backends.cuda.is_built() or needed is None:
         return f"{build} is built without CUDA; install a CUDA build to use {devices[0].name}"
@@ -108,9 +108,9 @@ def unused_gpus() -> str | None:
 
 def _not_found() -> str | None:
     """Returns why the host's GPUs are not visible, if it has any."""
+    from harness.cell.cell import OTHER_DEVICES
     from harness.host.amd import amd_gpus, rocm_version, torch_build
     from harness.host.nvml import why_nvml_fails
-    from harness.spec.device import OTHER_DEVICES
 
     if amd := amd_gpus():
         found = ", ".join(f"{number} x {name}" for name, number in amd.items())
@@ -134,7 +134,6 @@ def _not_found() -> str | None:
 
 
 def _without_code() -> str | None:
-    from harness.host.cuda import architectures
     from harness.host.gpu_inventory import rocm_gpus
 
     built = [name.partition(":")[0] for name in architectures()]
@@ -254,8 +253,7 @@ def cudnn_version() -> str | None:
 
 def environment(more_libraries: Sequence[str] = ()) -> dict[str, Any]:
     """Returns environment columns; `more_libraries`: recorded if installed."""
-    from harness.host.cores import allowed_cores
-    from harness.host.memory_limits import memory_bytes
+    from harness.host.cores import allowed_cores, memory_bytes
 
     libraries = (*LIBRARIES, *more_libraries)
     job, nodes = allocation(), numa_nodes()
@@ -277,3 +275,67 @@ def environment(more_libraries: Sequence[str] = ()) -> dict[str, Any]:
         "allocation": json.dumps(job) if job else None,
         "suite_version": version_of("parallelism-bench") or "0",
     }
+
+
+HIDE_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "-1"}
+"""Environment variables that hide all GPUs. ROCm prefers the second, and ignores empty values."""
+LEAVE_CUDA_ALONE = frozenset(
+    {
+        "accelerate",
+        "deepspeed",
+        "fairscale",
+        "fairscale.nn.data_parallel",
+        "horovod",
+        "horovod.torch",
+    },
+)
+"""Packages whose import leaves CUDA alone, as tests/gpu/test_fork_server.py checks.
+
+Not bitsandbytes, which queries the compute capability, nor peft and transformers.trainer, which
+import it.
+"""
+
+
+def to_preload(names: Sequence[str], with_gpus: bool) -> list[str]:
+    """Returns the packages that the fork server may import: with GPUs, those in
+    LEAVE_CUDA_ALONE."""
+    return [name for name in names if not with_gpus or name in LEAVE_CUDA_ALONE]
+
+
+def architectures() -> list[str]:
+    """Returns the architectures that this torch has GPU code for, such as `sm_90`.
+
+    torch.cuda.get_arch_list() initialises CUDA before torch 2.12, and is empty without a GPU.
+    """
+    import torch
+
+    flags = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()
+    return flags.split() if flags else []
+
+
+def cuda_is_initialized() -> bool:
+    """Returns whether any library has initialised CUDA in this process.
+
+    The driver's `cuDeviceGetCount` fails only before `cuInit`. RTLD_NOLOAD avoids loading the
+    driver.
+    """
+    import torch
+
+    if torch.cuda.is_initialized():
+        return True
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return False
+    return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) == 0
+
+
+def missing_compiler() -> str:
+    """Returns which C++ compiler torch.compile lacks, and how to install it; else empty."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler):
+        return ""
+    return (
+        f"torch.compile needs a C++ compiler, but {compiler} is not installed: install the Debian"
+        " package g++, or name another compiler in the environment variable CXX"
+    )

@@ -18,8 +18,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from harness.cell.errors import UsageError
 from harness.host.process import machine_id
-from harness.spec.errors import UsageError
 
 PREFIX = "parallelism-bench-scratch-"
 _LONGEST_SOCKET_BYTES = 107

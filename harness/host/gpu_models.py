@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from harness.spec.errors import UsageError
+from harness.cell.errors import UsageError
 
 MEBIBYTE = 2**20
 TERA = 1e12

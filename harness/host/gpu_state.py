@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from harness.cell.yaml_text import parsed
 from harness.host.gpu_inventory import Gpu, visible_gpus
 from harness.host.nvml import GpuProcess, Handle, Nvml
-from harness.spec.typed_json import parsed
 
 REASONS = (
     "idle",

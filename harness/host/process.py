@@ -10,14 +10,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import multiprocessing
 import os
 import signal
 import socket
 import struct
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import TypeVar
 
 LAUNCHER = "PARALLELISM_BENCH_LAUNCHER"
 """Environment variable: process id that the fork server must not outlive."""
@@ -137,3 +142,94 @@ def enter_loopback_only() -> bool:
 if __name__ == "__main__":
     enter_loopback_only()
     os.execvp(sys.argv[1], sys.argv[1:])
+
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of linux/mman.h, since Linux 5.14
+_PRESENT = 1 << 63  # Documentation/admin-guide/mm/pagemap.rst
+_BYTES_PER_ENTRY = 8
+
+
+def copy_shared_pages() -> int:
+    """Copies each present writable page, so that a forked rank's first steps need not. Returns
+    their bytes; 0 before Linux 5.14."""
+    libc, page = ctypes.CDLL(None), os.sysconf("SC_PAGE_SIZE")
+    copied = 0
+    for first, end in _present_pages(page):
+        start, length = first * page, (end - first) * page
+        if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _POPULATE_WRITE) == 0:
+            copied += length
+    return copied
+
+
+def _present_pages(page: int) -> Iterator[tuple[int, int]]:
+    """Yields runs of present pages in private writable mappings: first and past the last."""
+    import numpy as np
+
+    with open("/proc/self/maps") as maps, open("/proc/self/pagemap", "rb", buffering=0) as entries:
+        for line in maps.read().splitlines():
+            addresses, access, *_ = line.split()
+            if access[1] + access[3] != "wp":
+                continue
+            first, end = (int(address, 16) // page for address in addresses.split("-"))
+            entries.seek(first * _BYTES_PER_ENTRY)
+            content = entries.read((end - first) * _BYTES_PER_ENTRY)
+            present = np.frombuffer(content, np.uint64) & np.uint64(_PRESENT) != 0
+            edges = np.flatnonzero(np.diff(np.concatenate(([False], present, [False])).astype(int)))
+            for begin, stop in edges.reshape(-1, 2).tolist():
+                yield first + begin, first + stop
+
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A call without a result."""
+
+    reason: str
+
+
+def call_apart(function: Callable[..., Value], *arguments: object, limit: float) -> Value | Ended:
+    """Calls a function in a new process, in which it may crash, hang, or initialise CUDA.
+
+    Its output is only used to explain how it ended: with an error, without an answer, or after
+    `limit` seconds.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    with receiver, NamedTemporaryFile() as output:
+        call = (sender, output.name, function, arguments)
+        process = context.Process(target=_answer, args=call)
+        with sender, caller_not_imported():
+            process.start()
+        try:
+            if not receiver.poll(limit):
+                return Ended(f"did not finish within {limit:g} s")
+            answer: Value | Ended = receiver.recv()
+            return answer
+        except EOFError:
+            process.join()
+            lines = Path(output.name).read_text(errors="replace").strip().splitlines()
+            return Ended((lines or [f"exit code {process.exitcode}"])[-1])
+        finally:
+            process.kill()
+            process.join()
+            process.close()
+
+
+def _answer(
+    sender: Connection[object, object],
+    output: str,
+    function: Callable[..., object],
+    arguments: tuple[object, ...],
+) -> None:
+    die_with_parent()
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        answer = function(*arguments)
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        answer = Ended(f"{type(error).__name__}: {text[-1]}" if text else type(error).__name__)
+    sender.send(answer)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from harness.spec.errors import UsageError
+from harness.cell.errors import UsageError
 
 MOST_SHOWN = 200
 PLACE = re.compile(r"(?P<place>.+):(?P<name>[A-Za-z_]\w*)")

@@ -13,11 +13,11 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from harness.cell.cell import Cell
 from harness.host.folders import scratch_folder
 from harness.host.process import caller_not_imported, die_with_parent
 from harness.launch.launcher import Launcher, LauncherProtocol, LaunchOptions
 from harness.launch.outcome import Outcome
-from harness.spec.cell import Cell
 from harness.workloads import DataSource
 
 

@@ -5,15 +5,17 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from harness.cell.cell import Cell
+from harness.cell.redaction import redacted
 from harness.launch.watch import Hang, missing, read_groups
-from harness.spec.cell import Cell
-from harness.spec.redaction import redacted
 from harness.worker.rank_answer import RankAnswer, TrainedAnswer
 from harness.worker.reporting import GroupState
 from harness.worker.spec import log_file, stacks_file
 from harness.worker.worker import no_memory
+
+Facts: TypeAlias = dict[str, Any]
 
 LOG_TAIL_BYTES = 4000
 _LONGEST_SECRET = 4096
@@ -32,9 +34,9 @@ class Outcome:
     answers: tuple[RankAnswer, ...] = ()
     log_tail: str = ""
     stacks: str = ""
-    nodes: list[dict[str, Any]] = field(default_factory=list)
-    link: dict[str, Any] = field(default_factory=dict)
-    checkpoint: dict[str, Any] = field(default_factory=dict)
+    nodes: list[Facts] = field(default_factory=list)
+    link: Facts = field(default_factory=dict)
+    checkpoint: Facts = field(default_factory=dict)
     """Columns about a checkpoint, by name."""
 
     @property

@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from harness.analysis.losses import mean_losses
+from harness.analysis.consistency import mean_losses
+from harness.cell.errors import BadCheckpoint
 from harness.host.folders import scratch_folder
 from harness.launch.interleaved import Launch
 from harness.launch.launcher import LauncherProtocol, LaunchOptions
 from harness.launch.outcome import Outcome
 from harness.record.checkpoint import Manifest
 from harness.record.run_record import RankStep
-from harness.spec.errors import BadCheckpoint
 from harness.worker.rank_answer import (
     CheckpointedState,
     LoadedAnswer,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from harness.cell.cell import Cell
 from harness.host.cores import allowed_cores
 from harness.host.environment import gpus
 from harness.host.folders import remove_abandoned, scratch_folder
@@ -19,9 +20,8 @@ from harness.host.process import die_with_parent
 from harness.launch.launcher import LauncherProtocol, LaunchOptions
 from harness.launch.outcome import Outcome
 from harness.links.switch import LOG, TOOLS, NodeShare, Request
+from harness.nodes.agent import Node
 from harness.nodes.coordinator import Nodes, NodesLauncher
-from harness.nodes.node import Node
-from harness.spec.cell import Cell
 from harness.workloads import DataSource
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
+from harness.cell.cell import Link
 from harness.host.process import (
     NEW_HOST_NAME,
     NEW_NETWORK,
@@ -27,7 +28,6 @@ from harness.host.process import (
     own_network,
     unshare,
 )
-from harness.spec.link import Link
 
 INTERFACE = "link0"
 """Interface of each node. The machine must not use the name, because the nodes see its /sys."""

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.analysis.stats import slowest
-from harness.host.apart import Ended, call_apart
 from harness.host.folders import scratch_folder
-from harness.host.process import caller_not_imported
-from harness.record.hardware_facts import DeviceSpeed, SpeedMeasurement
+from harness.host.process import Ended, call_apart, caller_not_imported
+from harness.record.trial import DeviceSpeed, SpeedMeasurement
 from harness.workloads.low_precision import has_float8
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, get_args
 
-from harness.spec.training import StateKind
+from harness.cell.training import StateKind
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from torch.distributed._tools.mem_tracker import MemTracker
     from torch.optim import Optimizer
 
+    from harness.cell.training import Retained
     from harness.measure.peak_memory import MemoryMeter
-    from harness.spec.training import Retained
-    from harness.strategy.job import TrainState
+    from harness.seam.job import TrainState
 
 
 KINDS: tuple[StateKind, ...] = get_args(StateKind)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.seam.job import Router
+
 if TYPE_CHECKING:
+    from torch import Tensor, nn
     from torch._ops import OpOverload
 
+    from harness.workloads import Workload
     from harness.workloads.operators import OperatorObserver
 
 
@@ -262,3 +267,53 @@ def _more(total: int | None, before: int | None, now: int | None) -> int | None:
     if total is None or before is None or now is None or now < before:
         return None
     return total + now - before
+
+
+ExpertTokens = dict[int, tuple[int, ...]]
+
+
+def routers_of(model: nn.Module, workload: Workload) -> dict[int, Router]:
+    """Returns the routers of transformers' mixtures by block number, even in wrapped models.
+
+    Their last output holds the chosen experts: (tokens, experts per token).
+    """
+    ends = re.compile(
+        rf"(?:^|\.){re.escape(workload.block_path)}\.(\d+)\."
+        rf"(?:\w+\.)*?{re.escape(workload.mixture_path)}\.(?:\w+\.)*?gate$"
+    )
+
+    def tokens(output: tuple[Tensor, ...]) -> Tensor:
+        return output[-1].flatten().bincount(minlength=workload.experts)
+
+    return {
+        int(match[1]): Router(module, tokens)
+        for name, module in model.named_modules()
+        if (match := ends.search(name))
+    }
+
+
+@contextlib.contextmanager
+def counted(routers: Mapping[int, Router], counts: ExpertTokens) -> Iterator[None]:
+    """Adds each expert's tokens on this rank to `counts`, without backward's recomputations."""
+    import torch
+
+    def count(block: int, router: Router) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: object, output: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:  # within backward
+                return
+            new = router.tokens(output).tolist()
+            before = counts.get(block, (0,) * len(new))
+            counts[block] = tuple(int(a + b) for a, b in zip(before, new, strict=True))
+
+        return hook
+
+    with contextlib.ExitStack() as stack:
+        for block, router in routers.items():
+            handle = router.module.register_forward_hook(count(block, router))
+            stack.callback(handle.remove)
+        yield
+
+
+def imbalance_of_experts(counts: ExpertTokens) -> float:
+    """Returns the busiest expert's tokens over its block's mean, in the most uneven block."""
+    return max(max(tokens) * len(tokens) / sum(tokens) for tokens in counts.values())

@@ -11,15 +11,15 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.host.process import machine_id
 from harness.launch.launcher import Launcher, TrialOptions
 from harness.launch.outcome import Outcome
+from harness.nodes.agent import Node, measured_link
 from harness.nodes.multi_node_trial import Trial
-from harness.nodes.node import Node, measured_link
 from harness.nodes.protocol import secure
 from harness.nodes.rendezvous import Rendezvous, addresses_of, addresses_of_host, new_key
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
 from harness.worker.spec import TrialSpec
 from harness.workloads import DataSource
 

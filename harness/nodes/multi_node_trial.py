@@ -8,8 +8,8 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from harness.launch.outcome import Outcome, RankOutputs, classify_end
-from harness.nodes.files import LEAST_READ_RATE, Offer
-from harness.nodes.node import Node
+from harness.nodes.agent import Node
+from harness.nodes.protocol import LEAST_READ_RATE, Offer
 from harness.worker.spec import TrialSpec
 
 OTHERS_SECONDS = 3.0

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 
+from harness.cell.errors import UsageError
+from harness.cell.yaml_text import parsed
 from harness.host.folders import replacing
 from harness.host.process import machine_id
-from harness.spec.errors import UsageError
-from harness.spec.typed_json import parsed
 
 KEY, KEY_FILE = "PARALLELISM_BENCH_KEY", "PARALLELISM_BENCH_KEY_FILE"
 """Environment variables: a run's key, or the path of a file with it."""

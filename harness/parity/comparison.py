@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from harness.parity.deviations import Deviations
-from harness.parity.reference import Reference, digest, of_replica
-from harness.strategy.job import TrainState
-from harness.strategy.whole_state import MOMENTS, full_moments, full_parameters, trained_buffers
+from harness.cell.training import Tolerance
+from harness.parity.reference import Deviations, Reference, digest, of_replica
+from harness.parity.verdict import ParityVerdict
+from harness.seam.checkpoints import MOMENTS, full_moments, full_parameters, trained_buffers
+from harness.seam.job import TrainState
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+    from torch.nn.modules.batchnorm import _BatchNorm
 
     from harness.workloads import Workload
 
@@ -184,3 +188,116 @@ def _in_16_bits(tensor: Tensor) -> float:
 
 def _ratio(distance: float, size: float) -> float:
     return 0.0 if distance == 0.0 else distance / size if size else math.inf
+
+
+STATISTICS = ("running_mean", "running_var")
+
+
+class RunningStatistics:
+    """Derives from a reference run the BatchNorm statistics of the first of N replicas, which sees
+    the first 1/N of the batch's parts. DDP broadcasts its statistics."""
+
+    def __init__(self, model: nn.Module, parts: int) -> None:
+        """`parts`: number of forwards per step."""
+        from torch.nn.modules.batchnorm import _BatchNorm
+
+        self.model, self.parts = model, parts
+        self.replicas = [n for n in range(2, parts + 1) if parts % n == 0]
+        self.kept: dict[str, Tensor] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, _BatchNorm) and module.track_running_stats and self.replicas:
+                self._follow(name, module)
+
+    def by_replicas(self) -> dict[str, Tensor]:
+        """Returns floating-point buffers by `REPLICAS/NAME`."""
+        everything = {f"1/{name}": buffer for name, buffer in trained_buffers(self.model)}
+        return everything | self.kept
+
+    def _follow(self, name: str, module: _BatchNorm) -> None:
+        calls = 0
+        before: dict[str, Tensor] = {}
+        for replicas in self.replicas:
+            for statistic in STATISTICS:
+                key = f"{replicas}/{name}.{statistic}"
+                self.kept[key] = getattr(module, statistic).clone()
+
+        def remember(*_: object) -> None:
+            for statistic in STATISTICS:
+                before[statistic] = getattr(module, statistic).clone()
+
+        def update(*_: object) -> None:
+            nonlocal calls
+            part, calls = calls % self.parts, calls + 1
+            for replicas in self.replicas:
+                if part < self.parts // replicas:
+                    for statistic, old in before.items():
+                        statistics = self.kept[f"{replicas}/{name}.{statistic}"]
+                        moved = getattr(module, statistic) - old
+                        statistics += moved + (module.momentum or 0.0) * (old - statistics)
+
+        module.register_forward_pre_hook(remember)
+        module.register_forward_hook(update)
+
+
+TIMES_UPDATE = 10.0
+"""Multiple of the update limit by which ranks may differ."""
+
+AT_ONCE = 2**18
+"""Elements summed at a time, to limit memory."""
+
+
+def sketches(train_state: TrainState) -> dict[str, float]:
+    """Returns each parameter's sum with fixed random signs; call on all ranks.
+
+    Two tensors' sums differ by about the norm of their difference.
+    """
+    import torch
+
+    found = {}
+    for name, tensor in full_parameters(train_state):
+        generator = torch.Generator(tensor.device).manual_seed(0)
+        found[name] = 0.0
+        for part in tensor.detach().flatten().split(AT_ONCE):
+            draws = torch.rand(part.shape, generator=generator, device=part.device)
+            found[name] += float(part.double().dot(draws.sub_(0.5).sign().double()))
+    return found
+
+
+def with_replicas(
+    verdict: ParityVerdict,
+    ranks: Sequence[Mapping[str, float]],
+    update_norms: Mapping[str, float],
+    allowed: Tolerance,
+    may_differ: bool = False,
+) -> ParityVerdict:
+    """Adds the largest difference between ranks, relative to the reference's update, to a verdict.
+
+    `ranks`: each rank's sketches. `allowed`: limits of the updates; ranks that differ by more than
+    `TIMES_UPDATE` times a tensor's have diverged, unless they `may_differ` by design.
+    """
+    by_name: dict[str, list[float]] = {}
+    for of_rank in ranks:
+        for name, value in of_rank.items():
+            by_name.setdefault(name, []).append(value)
+    spread = {
+        name: _spread(values) / update_norms[name]
+        for name, values in by_name.items()
+        if len(values) > 1 and update_norms.get(name)
+    }
+    if not spread:
+        return verdict
+    limits = {
+        name: TIMES_UPDATE * max(allowed.update, allowed.tensors.get(name, 0.0)) for name in spread
+    }
+    largest = max(spread.values())
+    verdict = replace(verdict, max_replica_deviation=largest if math.isfinite(largest) else None)
+    worst = max(spread, key=lambda name: spread[name] / limits[name])
+    differ = spread[worst] > limits[worst] and not may_differ
+    if verdict.verdict == "diverged" or not differ:
+        return verdict
+    reason = f"after the last step, ranks differ in {worst} by {spread[worst]:.1e} of its update"
+    return replace(verdict, verdict="diverged", reason=f"{reason} (allowed {limits[worst]:.0e})")
+
+
+def _spread(values: Sequence[float]) -> float:
+    return max(values) - min(values) if all(map(math.isfinite, values)) else math.inf

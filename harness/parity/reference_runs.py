@@ -9,16 +9,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.host.environment import version_of
 from harness.host.folders import cache_folder
 from harness.host.gpu_inventory import visible_gpus
 from harness.host.nvml import nvml
 from harness.parity.reference import VERSION, Noise, Reference
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
-from harness.strategy.base import Emulation
-from harness.strategy.registry import NO_EXCHANGE, batches_normalised, make_strategy
-from harness.strategy.whole_state import MOMENTS_UP_TO
+from harness.seam.base import Emulation
+from harness.seam.checkpoints import MOMENTS_UP_TO
+from harness.seam.registry import NO_EXCHANGE, batches_normalised, make_strategy
 from harness.workloads import DataSource, make_workload, prepare_data
 from harness.workloads.counts import model_facts
 

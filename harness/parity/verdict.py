@@ -4,16 +4,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from harness.analysis.losses import loss_deviations
-from harness.parity.deviations import Deviations, all_ranks, largest
-from harness.parity.reference import Noise
+from harness.analysis.consistency import loss_deviations
+from harness.cell.cell import Cell
+from harness.cell.training import EXACT, REASONS, WIDEST_BY_NOISE, Layout, Tolerance
+from harness.parity.reference import Deviations, Noise, all_ranks, largest
 from harness.parity.reference_runs import reference_of
-from harness.spec.cell import Cell
-from harness.spec.training import EXACT, REASONS, WIDEST_BY_NOISE, Layout, Tolerance
-from harness.strategy.base import Strategy
-from harness.strategy.optimizers import TOLERANCES
-from harness.strategy.registry import batches_normalised
-from harness.strategy.whole_state import MOMENTS_UP_TO
+from harness.seam.base import Strategy
+from harness.seam.checkpoints import MOMENTS_UP_TO
+from harness.seam.optimizers import TOLERANCES
+from harness.seam.registry import batches_normalised
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import model_facts
 

@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from harness.cell.cell import FILLED_IN, Cell
+from harness.cell.errors import Refused, Unavailable, UsageError, plural
 from harness.export import (
     TARGETS,
     export_files,
@@ -23,11 +25,8 @@ from harness.export import (
 from harness.planner.cluster.cluster_plan import ClusterCandidate
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout
 from harness.planner.cluster.recipe import RECOMPUTE, SUITE_CELLS
-from harness.spec.cell import FILLED_IN, Cell
-from harness.spec.errors import Refused, Unavailable, UsageError
-from harness.spec.text import plural
-from harness.strategy.base import Strategy
-from harness.strategy.registry import make_strategy, strategies, validate, with_defaults
+from harness.seam.base import Strategy
+from harness.seam.registry import make_strategy, strategies, validate, with_defaults
 from harness.workloads import make_workload
 
 TRIALS = 5

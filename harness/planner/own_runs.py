@@ -9,22 +9,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.cell.cell import Cell
+from harness.cell.errors import Refused, Unavailable, UsageError
 from harness.host.gpu_models import GpuModel, gpu_model, gpu_named
 from harness.planner.cluster.anchor import Anchor, anchor_of
 from harness.planner.cluster.calibration import ClusterCalibration
 from harness.planner.cluster.hardware import Cluster
-from harness.planner.cluster.hf_config import from_entries
-from harness.planner.cluster.model_names import named_shapes, parse_shape
+from harness.planner.cluster.hf_config import from_entries, named_shapes, parse_shape
 from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.prediction import predict
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
 from harness.planner.cluster.recipe import RECOMPUTE, SUITE_CELLS, Adapter, Precision, Recipe
-from harness.planner.finetune.answer import FitQuestion
-from harness.planner.finetune.speed import launch_bound, tokens_per_second
+from harness.planner.fits import FitQuestion, launch_bound, tokens_per_second
 from harness.record.store import Store
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused, Unavailable, UsageError
-from harness.strategy.registry import make_strategy, strategies
+from harness.seam.registry import make_strategy, strategies
 from harness.workloads import make_workload
 
 TABLE = "finetune.csv"

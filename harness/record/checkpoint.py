@@ -7,8 +7,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness.spec.errors import BadCheckpoint
-from harness.spec.typed_json import parsed
+from harness.cell.errors import BadCheckpoint
+from harness.cell.yaml_text import parsed
 
 NAME = "manifest.json"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
 import platform
@@ -16,8 +17,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.record.schema import TABLES, VERSION, VERSION_KEY, arrow_schema
-from harness.spec.errors import DamagedFileWarning, NotRecorded, UsageError
+from harness.cell.errors import DamagedFileWarning, NotRecorded, UsageError
+from harness.record.profile_record import ProfileRecord
+from harness.record.run_record import ConclusionRecord, RunRecord, StepRecord
+from harness.record.table import Record, arrow_schema_of
+from harness.record.trial import TrialRecord
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -339,3 +343,21 @@ def copied_digest(copy: Path) -> str | None:
         return str((pq.read_schema(copy).metadata or {})[_COPIED.encode()], "ascii")
     except (OSError, pa.ArrowException, KeyError, ValueError):
         return None
+
+
+TABLES: dict[str, type[Record]] = {
+    "runs": RunRecord,
+    "trials": TrialRecord,
+    "steps": StepRecord,
+    "explained": ProfileRecord,
+    "conclusions": ConclusionRecord,
+}
+VERSION = 14
+"""Increase it when a column is added, changed or removed."""
+
+VERSION_KEY = "parallelism_bench_schema_version"
+
+
+@functools.cache
+def arrow_schema(table: str) -> pa.Schema:
+    return arrow_schema_of(TABLES[table]).with_metadata({VERSION_KEY: str(VERSION)})

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
+from harness.cell.cell import Cell
+from harness.cell.errors import NothingToResume, UsageError
+from harness.cell.yaml_text import adapter
 from harness.record.store import Store
-from harness.spec.cell import Cell
-from harness.spec.errors import NothingToResume, UsageError
-from harness.spec.typed_json import adapter
 
 SearchPlan = dict[str, Any]
 """Settings of a search as JSON: budget, tokens, order and predictions."""

@@ -10,19 +10,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.cell.errors import DamagedRun, NoRuns, NotRecorded, NotWritable, UsageError
 from harness.record.files import (
+    TABLES,
     DamagedFile,
+    OtherSchema,
     RunFiles,
+    arrow_schema,
     frame_of,
     is_complete,
+    parquet_schema,
     plain_rows,
     read_file,
     read_frame,
@@ -34,10 +43,8 @@ from harness.record.files import (
 from harness.record.files import TrialKey as TrialKey
 from harness.record.profile_record import ProfileRecord
 from harness.record.run_record import ConclusionRecord, RunRecord, StepRecord
-from harness.record.schema import arrow_schema
 from harness.record.table import Record, arrow_table
 from harness.record.trial import TrialRecord
-from harness.spec.errors import DamagedRun, NoRuns, NotRecorded, NotWritable, UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -257,3 +264,190 @@ def is_plain_name(run_id: str) -> bool:
 
 def load(folder: str | Path = "results", run_ids: Sequence[str] | None = None) -> Results:
     return Store(folder).load(run_ids)
+
+
+@contextlib.contextmanager
+def sole_writer(
+    folder: Path, run_id: str, share: tuple[int, int] = (0, 1), timeout_seconds: float = 0.0
+) -> Iterator[None]:
+    """Locks a run, or share i of n, so that no other process runs these trials.
+
+    Raises UsageError if another process holds the lock after `timeout_seconds`. No effect on file
+    systems without locks.
+    """
+    number, of = share
+    runs, deadline = folder / "runs", time.monotonic() + timeout_seconds
+    wanted = [(runs / f".{run_id}.lock", fcntl.LOCK_EX if of == 1 else fcntl.LOCK_SH)]
+    if of > 1:
+        wanted.append((runs / f".{run_id}.{number}-of-{of}.lock", fcntl.LOCK_EX))
+    with contextlib.ExitStack() as held:
+        for file, how in wanted:
+            try:
+                held.callback(_release, file, _locked(file, how, deadline))
+            except BlockingIOError:
+                raise UsageError(
+                    f"run {run_id!r} in {str(folder)!r} is already running in another process: wait"
+                    " until it ends, or stop it"
+                ) from None
+            except OSError:  # No locks here, or a read-only folder, which is reported elsewhere.
+                continue
+        yield
+
+
+def _locked(file: Path, how: int, deadline: float) -> int:
+    """Raises BlockingIOError after `deadline` (time.monotonic)."""
+    while True:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+            # The previous holder may have removed the file in the meantime.
+            if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
+                return descriptor
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                raise
+            time.sleep(0.2)
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _release(file: Path, descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.unlink()
+    os.close(descriptor)
+
+
+QUARANTINE = "quarantine"
+GATHERED = "gathered"
+_JSON_NAMES: dict[type[object], str] = {dict: "object", list: "array"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    file: Path
+    what: str
+    damaged: bool = True
+    """False if the file is intact, but has another schema or inconsistent values."""
+    column: str = ""
+    row: int | None = None
+    """Row of the value, from 0."""
+
+    def __str__(self) -> str:
+        where = f", column {self.column}" if self.column else ""
+        where += "" if self.row is None else f", row {self.row}"
+        return f"{self.file}{where}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Checked:
+    files: int
+    problems: tuple[Problem, ...]
+
+
+def check_folder(store: Store) -> Checked:
+    problems: list[Problem] = []
+    count = 0
+    for table, file in files_of(store.folder):
+        count += 1
+        problems += file_problems(table, file)
+    return Checked(count, tuple(problems))
+
+
+def stores_below(folder: Path) -> Iterator[Store]:
+    inside = {*TABLES, GATHERED, QUARANTINE}
+    for root, names, _ in os.walk(folder):
+        if {"runs", "trials", GATHERED} & set(names):
+            yield Store(root)
+        names[:] = sorted(set(names) - inside)
+
+
+def file_problems(table: str, file: Path) -> Iterator[Problem]:
+    """Yields why readers skip or reject a file."""
+    try:
+        _check(table, file)
+    except DamagedFile as problem:
+        yield Problem(file, str(problem), column=problem.column)
+    except OtherSchema as other:
+        yield Problem(file, str(other), damaged=False)
+
+
+def table_of(file: Path) -> tuple[str, list[Problem]]:
+    """Returns the table with most of a file's columns, and a problem if there is none."""
+    try:
+        names = set(parquet_schema(file).names)
+    except DamagedFile as problem:
+        return "", [Problem(file, str(problem))]
+    shares = {
+        table: len(names & columns) / len(columns)
+        for table, cls in TABLES.items()
+        if (columns := {column.name for column in cls.columns()})
+    }
+    best = max(shares, key=lambda table: shares[table])
+    if shares[best] > 0.5:
+        return best, []
+    what = f"it has the columns of none of the tables {', '.join(TABLES)}"
+    return "", [Problem(file, what)]
+
+
+def quarantine(store: Store, file: Path) -> Path:
+    """Moves a file to the quarantine folder without overwriting; returns its path."""
+    target = store.folder / QUARANTINE / file.relative_to(store.folder)
+    number = 0
+    while target.exists():
+        number += 1
+        target = target.with_name(f"{file.name}.{number}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    file.rename(target)
+    return target
+
+
+def files_of(folder: Path) -> Iterator[tuple[str, Path]]:
+    yield from (("runs", file) for file in sorted((folder / "runs").glob("*.parquet")))
+    for table in TABLES.keys() - {"runs"}:
+        yield from ((table, file) for file in sorted((folder / table).glob("*/*.parquet")))
+        yield from ((table, file) for file in sorted(folder.glob(f"{GATHERED}/*/{table}.parquet")))
+
+
+def _check(table: str, file: Path) -> None:
+    rows = read_file(table, file)
+    for column in TABLES[table].columns():
+        if not column.nullable and rows.column(column.name).null_count:
+            raise DamagedFile("it contains a null, which is not allowed", column.name)
+    folder = _folder(file)
+    if not len(rows) and folder != GATHERED:
+        raise DamagedFile("it has no rows")
+    if table == "runs" and len(rows) > 1:
+        raise DamagedFile(f"it has {len(rows)} rows instead of one")
+    if not folder:
+        return
+    runs = {file.stem if table == "runs" else file.parent.name}
+    if len(rows) and set(rows.column("run_id").to_pylist()) != runs:
+        raise DamagedFile(f"it has rows of a run other than {', '.join(runs)}", "run_id")
+    if folder == GATHERED:
+        return
+    if table == "runs":
+        if what := json_problem(rows.column("plan")[0].as_py(), dict):
+            raise DamagedFile(what, "plan")
+    elif table in ("trials", "steps"):
+        columns = (rows.column(name).to_pylist() for name in ("cell_id", "trial", "attempt"))
+        if {TrialKey(*key).stem for key in zip(*columns, strict=True)} != {file.stem}:
+            raise DamagedFile("its rows belong to another trial than its name says")
+
+
+def _folder(file: Path) -> str:
+    names = (file.absolute().parent.name, file.absolute().parents[1].name)
+    return next((name for name in names if name in (*TABLES, GATHERED)), "")
+
+
+def json_problem(text: str, kind: type[object] = object) -> str:
+    """Returns why a text is no JSON of this kind (dict or list), or empty."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return f"it is not JSON: {error}"
+    return "" if isinstance(value, kind) else f"it is not a JSON {_JSON_NAMES[kind]}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from harness.spec.redaction import redacted
+from harness.cell.redaction import redacted
 
 if TYPE_CHECKING:
     import pandas as pd

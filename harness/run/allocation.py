@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.analysis.answer import entrants
-from harness.analysis.baseline import Choice, additions
 from harness.analysis.race import next_heats
+from harness.analysis.ranking import Choice, additions
 from harness.analysis.setting import GroupSize, Setting, heading, timed
 from harness.analysis.summary import summarised
+from harness.cell.cell import BASELINE, Cell
+from harness.cell.training import EXACT, rounding_alone
 from harness.host.cores import oversubscribed
 from harness.parity.verdict import allowed_deviation
 from harness.record.plan import Plan
 from harness.record.store import EndedTrial
 from harness.record.trial import TrialRecord
-from harness.spec.cell import BASELINE, Cell
-from harness.spec.training import EXACT, rounding_alone
-from harness.strategy.registry import make_strategy, stand_in_of
+from harness.seam.registry import make_strategy, stand_in_of
 from harness.workloads import make_workload
 
 

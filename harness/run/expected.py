@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from harness.cell.cell import Cell, Link
+from harness.cell.errors import DamagedRun, Refused
 from harness.host.gpu_models import peak_flops_per_second
 from harness.record.store import Store
-from harness.spec.cell import Cell
-from harness.spec.errors import DamagedRun, Refused
-from harness.spec.link import Link
-from harness.strategy.registry import make_strategy
+from harness.seam.registry import make_strategy
 from harness.workloads import make_workload
 from harness.workloads.catalog import split_name
 from harness.workloads.counts import model_facts

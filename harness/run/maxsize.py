@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from harness.cell.cell import BASELINE, Cell
+from harness.host.cores import available_memory_bytes
 from harness.host.folders import cache_folder, remove_abandoned, scratch_folder
-from harness.host.memory_limits import available_memory_bytes
 from harness.launch.launcher import LauncherProtocol
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import reference_cell
@@ -25,10 +26,9 @@ from harness.record.plan import (
 )
 from harness.record.store import TrialKey
 from harness.record.trial import TrialRecord
-from harness.run.rows import left_out_record
+from harness.run.metrics import left_out_record
 from harness.run.runner import ProgressListener, Runner
-from harness.spec.cell import BASELINE, Cell
-from harness.strategy.peak_memory import activation_bytes, peak_bytes, states_by_formula
+from harness.seam.peak_memory import activation_bytes, peak_bytes, states_by_formula
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import parameters_of
 

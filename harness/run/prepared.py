@@ -5,10 +5,11 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from harness.host.cuda import to_preload
-from harness.host.environment import device_type
+from harness.cell.cell import Cell
+from harness.cell.training import EXACT, REPLAYED_STEPS
+from harness.host.cores import available_memory_bytes
+from harness.host.environment import device_type, to_preload
 from harness.host.gpu_state import GpuState, as_json
-from harness.host.memory_limits import available_memory_bytes
 from harness.launch.interleaved import Launch
 from harness.launch.launcher import LauncherProtocol, LaunchOptions
 from harness.launch.outcome import Outcome
@@ -18,11 +19,9 @@ from harness.parity.reference_runs import mark_used
 from harness.record.store import TrialKey
 from harness.record.trial import TrialRecord
 from harness.run.expected import has_control
-from harness.spec.cell import Cell
-from harness.spec.training import EXACT, REPLAYED_STEPS
-from harness.strategy.checkpoints import checkpoint_step, saving_cell
-from harness.strategy.peak_memory import states_or_bound
-from harness.strategy.registry import make_strategy, own_command, validate
+from harness.seam.checkpoints import checkpoint_step, saving_cell
+from harness.seam.peak_memory import states_or_bound
+from harness.seam.registry import make_strategy, own_command, validate
 from harness.worker.spec import STEPS_IN_A_TURN
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts

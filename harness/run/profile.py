@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
+from harness.cell.cell import Cell
+from harness.cell.training import States
 from harness.launch.launcher import LauncherProtocol
 from harness.launch.outcome import Outcome
 from harness.measure.rank_traffic import Call, algorithm_bytes, logical_bytes
 from harness.measure.step_breakdown import own_seconds, straggler
 from harness.record.profile_record import GPU_PARTS, ProfileRecord
 from harness.run.metrics import all_known
-from harness.spec.cell import Cell
-from harness.spec.training import States
-from harness.strategy.registry import own_command, validate
+from harness.seam.registry import own_command, validate
 from harness.worker.rank_answer import ProfiledAnswer
 from harness.worker.rank_profile import profiled_cell
 from harness.workloads import make_workload, prepare_data

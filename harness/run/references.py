@@ -6,15 +6,22 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from harness.analysis.cell_result import VERIFIED
-from harness.analysis.losses import Pass, first_known, loss_deviations, mean_losses, passes
+from harness.analysis.consistency import Pass, first_known, loss_deviations, mean_losses, passes
+from harness.cell.cell import Cell
+from harness.cell.training import Tolerance
 from harness.host.cores import allowed_cores
 from harness.host.environment import gpus
 from harness.launch.launcher import LauncherProtocol, TrialOptions
 from harness.launch.outcome import Outcome
-from harness.parity.deviations import Deviations, all_ranks
-from harness.parity.gradient_norms import norm_deviations, with_norms
-from harness.parity.later import deviations_later, with_jumps, with_later
-from harness.parity.reference import Noise, Reference
+from harness.parity.comparison import with_replicas
+from harness.parity.later import (
+    deviations_later,
+    norm_deviations,
+    with_jumps,
+    with_later,
+    with_norms,
+)
+from harness.parity.reference import Deviations, Noise, Reference, all_ranks
 from harness.parity.reference_runs import (
     is_noisy,
     make_room,
@@ -25,7 +32,6 @@ from harness.parity.reference_runs import (
     rounded_differently,
     without_exchange,
 )
-from harness.parity.replicas import with_replicas
 from harness.parity.verdict import (
     CAPPED_ABOVE,
     ParityVerdict,
@@ -41,12 +47,10 @@ from harness.parity.verdict import (
     widened,
 )
 from harness.run.expected import time_limit_seconds
+from harness.run.metrics import RewindCheck, Verification
 from harness.run.prepared import PreparedTrial
-from harness.run.rows import RewindCheck, Verification
-from harness.spec.cell import Cell
-from harness.spec.training import Tolerance
-from harness.strategy.base import Emulation
-from harness.strategy.registry import make_strategy
+from harness.seam.base import Emulation
+from harness.seam.registry import make_strategy
 from harness.workloads import DataSource, make_workload, prepare_data
 from harness.workloads.counts import model_facts
 

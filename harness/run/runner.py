@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple, Protocol
 
-from harness.analysis.baseline import Choice
 from harness.analysis.race import MOST_IN_HEAT
+from harness.analysis.ranking import Choice
+from harness.cell.cell import Cell
+from harness.host.cores import available_memory_bytes
 from harness.host.gpu_state import GpuLook
-from harness.host.memory_limits import available_memory_bytes
 from harness.launch.interleaved import InterleavedLauncher
 from harness.launch.launcher import Launcher, LauncherProtocol
 from harness.launch.outcome import Outcome
@@ -21,12 +22,18 @@ from harness.measure.hardware_benchmark import measure_apart
 from harness.measure.resource_use import Idle
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import make_room, reference_key
-from harness.record.hardware_facts import SpeedMeasurement
 from harness.record.plan import Plan
 from harness.record.store import Store, TrialKey
-from harness.record.trial import TrialRecord
-from harness.record.trial_status import NOT_AGAIN
+from harness.record.trial import NOT_AGAIN, SpeedMeasurement, TrialRecord
 from harness.run.allocation import TimeBudget, worth_launching
+from harness.run.metrics import (
+    device_speed_of,
+    left_out_record,
+    new_run,
+    peaks_of,
+    step_records,
+    trial_record,
+)
 from harness.run.prepared import (
     PreparedTrial,
     Surroundings,
@@ -37,16 +44,7 @@ from harness.run.prepared import (
 )
 from harness.run.profile import profile_cell
 from harness.run.references import ReferenceRuns, compared
-from harness.run.rows import (
-    device_speed_of,
-    left_out_record,
-    new_run,
-    peaks_of,
-    step_records,
-    trial_record,
-)
-from harness.spec.cell import Cell
-from harness.strategy.registry import make_strategy
+from harness.seam.registry import make_strategy
 from harness.worker.spec import STEPS_IN_A_TURN
 
 HEAT_SECONDS = 3.0

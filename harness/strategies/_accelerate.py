@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import EXACT, Batch, Layout, States, Tolerance, TrainStep
+from harness.cell.errors import Refused, Unavailable
+from harness.cell.training import EXACT, Batch, Layout, States, Tolerance, TrainStep
+from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam.formulas import fsdp_transient, model_states, whole_model_states
+from harness.seam.job import LOSS_SCALE, own_precision
+from harness.seam.recipe import whole
 from harness.strategies._accelerate_config import fsdp2_settings, mixed_precision, state_dict_type
 from harness.strategies._deepspeed import settle
 from harness.strategies._half import WHOLLY, half_throughout
 from harness.strategies.deepspeed import Deepspeed
-from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
-from harness.strategy.formulas import fsdp_transient, model_states, whole_model_states
-from harness.strategy.job import LOSS_SCALE, own_precision
-from harness.strategy.recipe import whole
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import model_facts
 from harness.workloads.recompute import checkpoint_arguments

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from harness.spec.errors import Refused, Unavailable
-from harness.strategy import Cell, Export
+from harness.cell.errors import Refused, Unavailable
+from harness.seam import Cell, Export
 from harness.workloads import Workload, make_workload
 
 PROGRAM = Path(sys.executable).with_name("accelerate")

@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from harness.cell.errors import Refused, Unavailable
 from harness.host.folders import cache_folder
 from harness.host.packages import unbuilt
-from harness.spec.errors import Refused, Unavailable
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
 _CAP_IPC_LOCK = 14

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.spec.training import Batch, Retained, TrainStep
-from harness.strategy import Job
-from harness.strategy.checkpoints import random_states
-from harness.strategy.job import Moment, Wait, own_precision
-from harness.strategy.whole_state import MOMENTS, moments_of
+from harness.cell.training import Batch, Retained, TrainStep
+from harness.seam import Job
+from harness.seam.checkpoints import MOMENTS, moments_of, random_states
+from harness.seam.job import Moment, Wait, own_precision
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
 
+from harness.seam.job import Router
 from harness.strategies._deepspeed_engine import full_parameters
-from harness.strategy.job import Router
 from harness.workloads import Workload
 
 if TYPE_CHECKING:

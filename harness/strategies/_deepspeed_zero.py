@@ -8,8 +8,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import Layout
+from harness.cell.errors import Refused, Unavailable
+from harness.cell.training import Layout
+from harness.seam import Capabilities, Cell, ModelFacts, Strategy
 from harness.strategies._deepspeed import (
     check_prebuilt,
     fp16_on_cpu,
@@ -18,7 +19,6 @@ from harness.strategies._deepspeed import (
     missing,
     require_disk,
 )
-from harness.strategy import Capabilities, Cell, ModelFacts, Strategy
 from harness.workloads import Workload
 from harness.workloads.counts import model_facts
 

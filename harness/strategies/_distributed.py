@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from harness.cell.errors import Refused, Unavailable
+from harness.cell.training import Layout, Retained, States
 from harness.measure.memory_kinds import local_part, retained_by
-from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import Layout, Retained, States
+from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam.formulas import fsdp_transient, model_states
 from harness.strategies._accelerate import recompute_by_transformers, recompute_elsewhere
-from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
-from harness.strategy.formulas import (
-    fsdp_transient,
-    model_states,
-)
 from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:

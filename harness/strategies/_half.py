@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from harness.spec.cell import Cell
-from harness.spec.training import EXACT, Layout, Tolerance
-from harness.strategy.registry import HALF_RANKS
+from harness.cell.cell import Cell
+from harness.cell.training import EXACT, Layout, Tolerance
+from harness.seam.registry import HALF_RANKS
 
 Order = Literal["ranks", "micro_batches", "fp32"]
 WHOLLY = Tolerance(

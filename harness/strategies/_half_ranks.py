@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from harness.spec.training import Batch, TrainStep
+from harness.cell.training import Batch, TrainStep
+from harness.seam import Job
+from harness.seam.job import backward_of, loss_scaler, own_precision, update_of
 from harness.strategies._half import Order
 from harness.strategies.amp import Amp
-from harness.strategy import Job
-from harness.strategy.job import backward_of, loss_scaler, own_precision, update_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.cell.training import Retained
 from harness.host.packages import unbuilt
-from harness.spec.training import Retained
-from harness.strategy import Job
-from harness.strategy.checkpoints import StateFiles
+from harness.seam import Job
+from harness.seam.checkpoints import StateFiles
 
 if TYPE_CHECKING:
     from horovod.runner.common.util.hosts import SlotInfo

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from harness.spec.training import Layout
+from harness.cell.training import Layout
+from harness.seam import Cell, ModelFacts
+from harness.seam.formulas import all_reduced, hidden_bytes, passed_once
 from harness.strategies._distributed import ADDED_UP, MeshSizes, any_block, named_sizes, plans_of
-from harness.strategy import Cell, ModelFacts
-from harness.strategy.formulas import all_reduced, hidden_bytes, passed_once
 from harness.workloads import Workload
 
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from harness.spec.training import TrainStep
-from harness.strategy import Capabilities, Job, Strategy
-from harness.strategy.job import standard_step
+from harness.cell.training import TrainStep
+from harness.seam import Capabilities, Job, Strategy
+from harness.seam.job import standard_step
 
 
 class NoExchange(Strategy):

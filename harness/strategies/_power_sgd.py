@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from harness.spec.training import Batch, Retained, TrainStep
-from harness.strategy import Capabilities, Emulation, Job
-from harness.strategy.job import backward_of, loss_scaler, update_of
+from harness.cell.training import Batch, Retained, TrainStep
+from harness.seam import Capabilities, Emulation, Job
+from harness.seam.job import backward_of, loss_scaler, update_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

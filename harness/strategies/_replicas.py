@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from harness.spec.training import Batch, TrainStep
-from harness.strategy import Capabilities, Cell, Emulation, Job
-from harness.strategy.job import (
+from harness.cell.training import Batch, TrainStep
+from harness.seam import Capabilities, Cell, Emulation, Job
+from harness.seam.checkpoints import moments_of
+from harness.seam.job import (
     Moment,
     TrainState,
     backward_of,
@@ -16,9 +17,8 @@ from harness.strategy.job import (
     trained_parameters,
     update_of,
 )
-from harness.strategy.recipe import RecipeState
-from harness.strategy.registry import REPLICAS
-from harness.strategy.whole_state import moments_of
+from harness.seam.recipe import RecipeState
+from harness.seam.registry import REPLICAS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from harness.spec.errors import Refused
-from harness.spec.training import Batch, Layout, TrainStep
+from harness.cell.errors import Refused
+from harness.cell.training import Batch, Layout, TrainStep
+from harness.seam import Cell, Job
+from harness.seam.formulas import passed_once
+from harness.seam.job import standard_step
 from harness.strategies.collectives import average_gradients
-from harness.strategy import Cell, Job
-from harness.strategy.formulas import passed_once
-from harness.strategy.job import standard_step
 from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:

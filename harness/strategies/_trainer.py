@@ -17,7 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from harness.spec.training import Batch
+from harness.cell.training import Batch
+from harness.seam import Job
+from harness.seam.job import LOSS_SCALE, ROUTER_WEIGHT
+from harness.seam.recipe import whole
 from harness.strategies._accelerate import (
     AccelerateEngine,
     pretend_gpus,
@@ -26,9 +29,6 @@ from harness.strategies._accelerate import (
 )
 from harness.strategies._accelerate_config import fsdp2_settings, state_dict_type
 from harness.strategies._deepspeed import settle
-from harness.strategy import Job
-from harness.strategy.job import LOSS_SCALE, ROUTER_WEIGHT
-from harness.strategy.recipe import whole
 from harness.workloads import Workload
 from harness.workloads.low_precision import store_as_floats
 from harness.workloads.recompute import checkpoint_arguments

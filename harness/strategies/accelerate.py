@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.spec.training import TrainStep
+from harness.cell.training import TrainStep
+from harness.seam import Cell, Export, Job, OwnLauncher
 from harness.strategies import _accelerate
 from harness.strategies._accelerate import AccelerateEngine, recompute_by_transformers
 from harness.strategies._accelerate_config import accelerate_export, check_launch, launch_command
 from harness.strategies.ddp import ddp_buckets
-from harness.strategy import Cell, Export, Job, OwnLauncher
 from harness.workloads import Workload
 from harness.workloads.low_precision import store_as_floats
 

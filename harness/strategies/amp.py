@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
-from harness.spec.errors import Refused
-from harness.spec.training import EXACT, Tolerance, TrainStep
+from harness.cell.errors import Refused
+from harness.cell.training import EXACT, Tolerance, TrainStep
+from harness.seam import Cell, Job, Strategy
+from harness.seam.checkpoints import StateFiles, Tensors, moments_of
+from harness.seam.job import loss_scaler, own_precision, standard_step
 from harness.strategies._half import WHOLLY, half_throughout
 from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
-from harness.strategy import Cell, Job, Strategy
-from harness.strategy.checkpoints import StateFiles, Tensors
-from harness.strategy.job import loss_scaler, own_precision, standard_step
-from harness.strategy.whole_state import moments_of
 from harness.workloads import Workload
 from harness.workloads.low_precision import halve
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from harness.spec.errors import Refused
-from harness.spec.training import EMULATED, EXACT, Batch, Layout, Tolerance, TrainStep
+from harness.cell.errors import Refused
+from harness.cell.training import EMULATED, EXACT, Batch, Layout, Tolerance, TrainStep
+from harness.seam import Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam.formulas import all_reduced
+from harness.seam.job import standard_step, trained_parameters
 from harness.strategies._replicas import replicas_of
-from harness.strategy import Cell, CostModel, Job, ModelFacts, Strategy
-from harness.strategy.formulas import all_reduced
-from harness.strategy.job import standard_step, trained_parameters
 from harness.workloads import Workload
 
 if TYPE_CHECKING:

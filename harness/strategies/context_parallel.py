@@ -3,11 +3,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
-from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import Batch, Layout, States, TrainStep
+from harness.cell.errors import Refused, Unavailable
+from harness.cell.training import Batch, Layout, States, TrainStep
+from harness.seam import Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam.formulas import model_states
 from harness.strategies import _sequence
-from harness.strategy import Cell, CostModel, Job, ModelFacts, Strategy
-from harness.strategy.formulas import model_states
 from harness.workloads import Workload
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from harness.spec.training import Layout, TrainStep
-from harness.strategy import Capabilities, Cell, Job, Strategy
-from harness.strategy.job import standard_step
+from harness.cell.training import Layout, TrainStep
+from harness.seam import Capabilities, Cell, Job, Strategy
+from harness.seam.job import standard_step
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

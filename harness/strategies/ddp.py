@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import (
+from harness.cell.errors import Refused, Unavailable
+from harness.cell.training import (
     EMULATED,
     EXACT,
     Layout,
@@ -17,18 +17,18 @@ from harness.spec.training import (
     TrainStep,
     first_replayed,
 )
-from harness.strategies._accelerate_config import accelerate_export
-from harness.strategies._power_sgd import FIRST_COMPRESSED, POWER_SGD_RANK
-from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
-from harness.strategy.formulas import (
+from harness.seam import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.seam.formulas import (
     BESIDE_BACKWARD,
     all_reduced,
     in_half,
     passed_once,
     whole_model_states,
 )
-from harness.strategy.job import standard_step
-from harness.strategy.registry import POWER_SGD
+from harness.seam.job import standard_step
+from harness.seam.registry import POWER_SGD
+from harness.strategies._accelerate_config import accelerate_export
+from harness.strategies._power_sgd import FIRST_COMPRESSED, POWER_SGD_RANK
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import model_facts
 

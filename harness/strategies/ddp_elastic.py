@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, cast
 
 from pydantic import Field
 
-from harness.spec.errors import Refused
-from harness.spec.training import Batch, Layout, TrainStep
+from harness.cell.errors import Refused
+from harness.cell.training import Batch, Layout, TrainStep
+from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam.checkpoints import Stateful
+from harness.seam.job import loss_scaler, standard_step
 from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
-from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
-from harness.strategy.checkpoints import Stateful
-from harness.strategy.job import loss_scaler, standard_step
 from harness.workloads import Workload
 
 if TYPE_CHECKING:

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
+from harness.cell.training import EXACT, Layout, States, Tolerance, TrainStep
+from harness.seam import Cell, CostModel, Export, Job, ModelFacts
+from harness.seam.formulas import all_reduced, model_states, passed_once
 from harness.strategies import _deepspeed_engine as engines
 from harness.strategies._accelerate_config import accelerate_export, deepspeed_variables
 from harness.strategies._deepspeed import settle
 from harness.strategies._deepspeed_zero import SWAPPED_BYTES, ZeroOptions
 from harness.strategies._half import WHOLLY, half_throughout
-from harness.strategy import Cell, CostModel, Export, Job, ModelFacts
-from harness.strategy.formulas import all_reduced, model_states, passed_once
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import model_facts
 

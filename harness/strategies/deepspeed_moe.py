@@ -4,12 +4,12 @@ import dataclasses
 
 from pydantic import Field
 
-from harness.spec.errors import Refused
-from harness.spec.training import Layout, States, TrainStep
+from harness.cell.errors import Refused
+from harness.cell.training import Layout, States, TrainStep
+from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.strategies import _deepspeed_engine as engines
 from harness.strategies._deepspeed import settle
 from harness.strategies.deepspeed import Deepspeed
-from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.workloads import Workload, make_workload
 
 

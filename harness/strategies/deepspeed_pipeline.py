@@ -4,12 +4,12 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from harness.spec.training import Batch, Layout, Retained, TrainStep
+from harness.cell.training import Batch, Layout, Retained, TrainStep
+from harness.seam import Capabilities, Cell, CostModel, Job, Strategy
+from harness.seam.formulas import KEPT_RESULTS, logits_bytes
 from harness.strategies import _deepspeed_engine as engines
 from harness.strategies._deepspeed import settle
 from harness.strategies._deepspeed_zero import deepspeed_config
-from harness.strategy import Capabilities, Cell, CostModel, Job, Strategy
-from harness.strategy.formulas import KEPT_RESULTS, logits_bytes
 from harness.workloads import Workload
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from deepspeed.runtime.pipe.engine import PipelineEngine
     from torch import Tensor
 
-    from harness.strategy import ModelFacts, States
-    from harness.strategy.pipelining import Stage
+    from harness.seam import ModelFacts, States
+    from harness.seam.pipelining import Stage
 
 
 class DeepspeedPipeline(Strategy):
@@ -47,7 +47,7 @@ class DeepspeedPipeline(Strategy):
         import deepspeed
         from deepspeed.pipe import PipelineModule
 
-        from harness.strategy.pipelining import Stage
+        from harness.seam.pipelining import Stage
 
         deepspeed.init_distributed(verbose=False)
         count = job.layout.pipeline
@@ -97,7 +97,7 @@ class DeepspeedPipeline(Strategy):
     def layer(self, job: Job, index: int) -> LayerSpec:
         from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-        from harness.strategy.pipelining import Stage
+        from harness.seam.pipelining import Stage
 
         count, split = job.layout.pipeline, job.workload.split
         assert split is not None
@@ -122,7 +122,7 @@ def count_in_norm(stage: Stage) -> None:
 
 class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        from harness.strategy.formulas import pipeline_states
+        from harness.seam.formulas import pipeline_states
         from harness.workloads import make_workload
 
         workload = make_workload(cell.workload)

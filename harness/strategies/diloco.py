@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import psutil
 from pydantic import Field
 
+from harness.cell.errors import Refused
+from harness.cell.training import EMULATED, Layout, States, Tolerance, TrainStep
 from harness.host.tcp_store import LOOPBACK, open_store
-from harness.spec.errors import Refused
-from harness.spec.training import EMULATED, Layout, States, Tolerance, TrainStep
+from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam.checkpoints import StateFiles, Tensors
+from harness.seam.formulas import model_states
+from harness.seam.job import standard_step
 from harness.strategies._replicas import replicas_of
-from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
-from harness.strategy.checkpoints import StateFiles, Tensors
-from harness.strategy.formulas import model_states
-from harness.strategy.job import standard_step
 from harness.workloads import Workload
 
 if TYPE_CHECKING:

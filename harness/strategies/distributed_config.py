@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, cast
 
 from pydantic import Field
 
-from harness.spec.errors import Refused
-from harness.spec.training import Layout, TrainStep
+from harness.cell.errors import Refused
+from harness.cell.training import Layout, TrainStep
+from harness.seam import Cell, Export, Job, ModelFacts
+from harness.seam.job import standard_step
 from harness.strategies import _distributed as mesh
 from harness.strategies._mesh_traffic import (
     fsdp_collectives,
@@ -16,8 +18,6 @@ from harness.strategies._mesh_traffic import (
     tensor_traffic,
 )
 from harness.strategies.fsdp2 import without_sync
-from harness.strategy import Cell, Export, Job, ModelFacts
-from harness.strategy.job import standard_step
 from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import Layout, Retained, States, TrainStep
+from harness.cell.errors import Refused, Unavailable
+from harness.cell.training import Layout, Retained, States, TrainStep
+from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam.checkpoints import StateDict, StateFiles
+from harness.seam.formulas import fsdp_transient, model_states
+from harness.seam.job import sharded_loss_scaler, standard_step
 from harness.strategies.fairscale_oss import check_recompute, recompute_by_fairscale
-from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
-from harness.strategy.checkpoints import StateDict, StateFiles
-from harness.strategy.formulas import fsdp_transient, model_states
-from harness.strategy.job import sharded_loss_scaler, standard_step
 from harness.workloads import Workload
 
 if TYPE_CHECKING:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from harness.cell.errors import Refused
+from harness.cell.training import EXACT, Layout, Retained, States, Tolerance, TrainStep
 from harness.measure.memory_kinds import retained_by
 from harness.parity.verdict import widest
-from harness.spec.errors import Refused
-from harness.spec.training import EXACT, Layout, Retained, States, Tolerance, TrainStep
-from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
-from harness.strategy.checkpoints import StateFiles
-from harness.strategy.formulas import BESIDE_BACKWARD, model_states
-from harness.strategy.job import sharded_loss_scaler, standard_step
+from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam.checkpoints import StateFiles
+from harness.seam.formulas import BESIDE_BACKWARD, model_states
+from harness.seam.job import sharded_loss_scaler, standard_step
 from harness.workloads import Workload
 
 if TYPE_CHECKING:

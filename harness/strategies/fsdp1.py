@@ -5,13 +5,13 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
-from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import Layout, States, TrainStep
+from harness.cell.errors import Refused, Unavailable
+from harness.cell.training import Layout, States, TrainStep
+from harness.seam import Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.seam.checkpoints import moments_by_torch, plain_name
+from harness.seam.formulas import fsdp_transient, model_states
+from harness.seam.job import sharded_loss_scaler, standard_step
 from harness.strategies.fsdp2 import check_hybrid, shard_mesh, sharded_messages
-from harness.strategy import Cell, CostModel, Export, Job, ModelFacts, Strategy
-from harness.strategy.formulas import fsdp_transient, model_states
-from harness.strategy.job import sharded_loss_scaler, standard_step
-from harness.strategy.whole_state import moments_by_torch, plain_name
 from harness.workloads import Workload, make_workload
 from harness.workloads.low_precision import store_as_floats
 from harness.workloads.structure import tied_parameters

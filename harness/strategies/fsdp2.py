@@ -7,19 +7,19 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from harness.spec.errors import Refused
-from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
-from harness.strategies._accelerate_config import fsdp2_export
-from harness.strategies._half import WHOLLY, half_throughout
-from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
-from harness.strategy.formulas import (
+from harness.cell.errors import Refused
+from harness.cell.training import EXACT, Layout, States, Tolerance, TrainStep
+from harness.seam import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.seam.formulas import (
     all_reduced,
     fsdp_transient,
     model_states,
     passed_once,
     unit_sizes,
 )
-from harness.strategy.job import own_precision, standard_step
+from harness.seam.job import own_precision, standard_step
+from harness.strategies._accelerate_config import fsdp2_export
+from harness.strategies._half import WHOLLY, half_throughout
 from harness.workloads import Workload, make_workload
 from harness.workloads.low_precision import store_as_floats
 

@@ -8,13 +8,13 @@ from typing import Literal
 
 from pydantic import Field
 
+from harness.cell.errors import Refused, Unavailable
+from harness.cell.training import Layout, States, Tolerance, TrainStep
 from harness.parity.verdict import widest
-from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import Layout, States, Tolerance, TrainStep
+from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, OwnLauncher, Strategy
+from harness.seam.formulas import BESIDE_BACKWARD, all_reduced, in_half, model_states
+from harness.seam.job import standard_step
 from harness.strategies import _horovod
-from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, OwnLauncher, Strategy
-from harness.strategy.formulas import BESIDE_BACKWARD, all_reduced, in_half, model_states
-from harness.strategy.job import standard_step
 from harness.workloads import Workload
 
 HALF = Tolerance(1e-4, 0.03, "gradients travel in fp16")

@@ -4,16 +4,16 @@ import functools
 from importlib.metadata import version
 from typing import TYPE_CHECKING, cast
 
-from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
+from harness.cell.errors import Refused, Unavailable
+from harness.cell.training import EXACT, Layout, States, Tolerance, TrainStep
+from harness.seam import Cell, Job, ModelFacts
+from harness.seam.optimizers import with_dtensors_apart
 from harness.strategies import _accelerate
 from harness.strategies import _distributed as mesh
 from harness.strategies._accelerate import recompute_by_transformers
 from harness.strategies._accelerate_config import fsdp2_settings
 from harness.strategies._half import WHOLLY, half_throughout
 from harness.strategies._mesh_traffic import sharded_traffic, tensor_traffic
-from harness.strategy import Cell, Job, ModelFacts
-from harness.strategy.optimizers import with_dtensors_apart
 from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
-from harness.spec.errors import Refused
-from harness.spec.training import EXACT, Batch, Layout, States, Tolerance, TrainStep
-from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
-from harness.strategy.formulas import model_states
-from harness.strategy.job import Wait, loss_scaler, parameters_of, trained_parameters
-from harness.strategy.recipe import clip_gradients
+from harness.cell.errors import Refused
+from harness.cell.training import EXACT, Batch, Layout, States, Tolerance, TrainStep
+from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam.formulas import model_states
+from harness.seam.job import Wait, loss_scaler, parameters_of, trained_parameters
+from harness.seam.recipe import clip_gradients
 from harness.workloads import Workload
 
 if TYPE_CHECKING:

@@ -4,12 +4,18 @@ from typing import Any
 
 from pydantic import Field
 
-from harness.spec.errors import Refused
-from harness.spec.training import Layout, States, TrainStep
-from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
-from harness.strategy.checkpoints import OF_STAGES
-from harness.strategy.formulas import hidden_bytes, pipeline_states
-from harness.strategy.schedules import V_SHAPED, WEIGHTS_APART, Schedule, check_micro_batches
+from harness.cell.errors import Refused
+from harness.cell.training import Layout, States, TrainStep
+from harness.seam import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.seam.checkpoints import OF_STAGES
+from harness.seam.formulas import (
+    V_SHAPED,
+    WEIGHTS_APART,
+    Schedule,
+    check_micro_batches,
+    hidden_bytes,
+    pipeline_states,
+)
 from harness.workloads import Workload, make_workload
 from harness.workloads.family import Split
 
@@ -71,7 +77,7 @@ class Pipeline(Strategy):
         return PipelineCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
-        from harness.strategy.pipelining import Pipe, Stage, train_step
+        from harness.seam.pipelining import Pipe, Stage, train_step
 
         ranks = job.layout.pipeline
         stages, count = self._stages_of(job.rank, ranks), ranks * self._per_rank
@@ -111,7 +117,7 @@ class PipelineCosts(CostModel[Pipeline]):
 def pipeline_values(split: Split, schedule: Schedule, ranks: int, per_rank: int) -> dict[str, Any]:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-    from harness.strategy.pipelining import SCHEDULES
+    from harness.seam.pipelining import SCHEDULES
 
     kind = SCHEDULES[schedule]
     both_ends = schedule in V_SHAPED or ranks == 1

@@ -4,13 +4,13 @@ from typing import Any
 
 from pydantic import Field
 
-from harness.spec.errors import Refused
-from harness.spec.training import EMULATED, EXACT, Tolerance, TrainStep, first_replayed
+from harness.cell.errors import Refused
+from harness.cell.training import EMULATED, EXACT, Tolerance, TrainStep, first_replayed
+from harness.seam import Capabilities, Cell, Job, Strategy
+from harness.seam.checkpoints import StateFiles
+from harness.seam.job import standard_step
 from harness.strategies._replicas import replicas_of
 from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
-from harness.strategy import Capabilities, Cell, Job, Strategy
-from harness.strategy.checkpoints import StateFiles
-from harness.strategy.job import standard_step
 from harness.workloads import Workload
 
 

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from harness.spec.training import Layout, States, TrainStep
-from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
-from harness.strategy.formulas import model_states
-from harness.strategy.job import standard_step
+from harness.cell.training import Layout, States, TrainStep
+from harness.seam import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.seam.formulas import model_states
+from harness.seam.job import standard_step
 
 
 class Single(Strategy):

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from harness.spec.errors import Refused
-from harness.spec.training import Layout, TrainStep
+from harness.cell.errors import Refused
+from harness.cell.training import Layout, TrainStep
+from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam.job import standard_step
 from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
-from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
-from harness.strategy.job import standard_step
 from harness.workloads import Workload
 
 if TYPE_CHECKING:

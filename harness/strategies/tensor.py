@@ -3,11 +3,11 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from harness.spec.errors import Refused
-from harness.spec.training import Layout, States, TrainStep
-from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
-from harness.strategy.formulas import all_reduced, facts_of_part, hidden_bytes, model_states
-from harness.strategy.job import standard_step
+from harness.cell.errors import Refused
+from harness.cell.training import Layout, States, TrainStep
+from harness.seam import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.seam.formulas import all_reduced, facts_of_part, hidden_bytes, model_states
+from harness.seam.job import standard_step
 from harness.workloads import Workload, make_workload
 from harness.workloads.family import Split
 
@@ -70,7 +70,7 @@ class TensorParallel(Strategy):
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh
 
-        from harness.strategy.pipelining import Stage, split_tensors
+        from harness.seam.pipelining import Stage, split_tensors
 
         stage = Stage(job)
         restore = split_tensors(

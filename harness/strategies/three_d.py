@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from harness.spec.errors import Refused
-from harness.spec.training import Layout, Retained, States, TrainStep
-from harness.strategies.ddp import ddp_buckets
-from harness.strategies.pipeline import pipeline_values
-from harness.strategies.tensor import tensor_values
-from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
-from harness.strategy.checkpoints import OF_STAGES
-from harness.strategy.formulas import (
+from harness.cell.errors import Refused
+from harness.cell.training import Layout, Retained, States, TrainStep
+from harness.seam import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.seam.checkpoints import OF_STAGES
+from harness.seam.formulas import (
+    Schedule,
+    check_micro_batches,
     dealt_out_states,
     model_states,
     pipeline_states,
     whole_model_states,
 )
-from harness.strategy.schedules import Schedule, check_micro_batches
+from harness.strategies.ddp import ddp_buckets
+from harness.strategies.pipeline import pipeline_values
+from harness.strategies.tensor import tensor_values
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import model_facts
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from harness.strategy.pipelining import Stage
+    from harness.seam.pipelining import Stage
 
 
 class ThreeD(Strategy):
@@ -99,7 +100,7 @@ class ThreeD(Strategy):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        from harness.strategy.pipelining import Pipe, Stage, split_tensors, train_step
+        from harness.seam.pipelining import Pipe, Stage, split_tensors, train_step
 
         shape = (job.layout.data, job.layout.pipeline, job.layout.tensor)
         mesh = init_device_mesh(

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from harness.spec.errors import Refused
-from harness.spec.training import Layout, States
+from harness.cell.errors import Refused
+from harness.cell.training import Layout, States
+from harness.seam import Cell, Job, ModelFacts
 from harness.strategies.deepspeed import Deepspeed, DeepspeedCosts
-from harness.strategy import Cell, Job, ModelFacts
 from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.spec.errors import Refused
-from harness.spec.training import TrainStep
+from harness.cell.errors import Refused
+from harness.cell.training import TrainStep
+from harness.seam import Capabilities, Cell, Job
 from harness.strategies._accelerate import AccelerateEngine
 from harness.strategies.ddp import ddp_buckets
-from harness.strategy import Capabilities, Cell, Job
 from harness.workloads import Workload
 from harness.workloads.family import HAS_DECODER
 

@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from harness.spec.training import Layout, States, TrainStep
+from harness.cell.training import Layout, States, TrainStep
+from harness.seam import Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.seam.formulas import all_reduced, model_states
 from harness.strategies import _sequence
 from harness.strategies._accelerate_config import deepspeed_variables
 from harness.strategies._deepspeed import settle
-from harness.strategy import Cell, CostModel, Export, Job, ModelFacts, Strategy
-from harness.strategy.formulas import all_reduced, model_states
 from harness.workloads import Workload
 
 if TYPE_CHECKING:

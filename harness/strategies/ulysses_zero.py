@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from harness.spec.training import Layout, TrainStep
+from harness.cell.training import Layout, TrainStep
+from harness.seam import Cell, Export, Job, ModelFacts
 from harness.strategies import _deepspeed_engine as engines
 from harness.strategies import _sequence
 from harness.strategies.deepspeed import Deepspeed, DeepspeedCosts
-from harness.strategy import Cell, Export, Job, ModelFacts
 from harness.workloads import Workload
 
 if TYPE_CHECKING:

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from harness.spec.errors import Refused
-from harness.spec.training import Layout, States, TrainStep
-from harness.strategy import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
-from harness.strategy.checkpoints import OF_STAGES
-from harness.strategy.formulas import pipeline_states
+from harness.cell.errors import Refused
+from harness.cell.training import Layout, States, TrainStep
+from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam.checkpoints import OF_STAGES
+from harness.seam.formulas import pipeline_states
 from harness.workloads import Workload
 
 
@@ -29,7 +29,7 @@ class Vertical(Strategy):
         return VerticalCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
-        from harness.strategy.pipelining import Pipe, Stage, train_step
+        from harness.seam.pipelining import Pipe, Stage, train_step
 
         pipe = Pipe(job, "gpipe", [Stage(job, job.rank, job.layout.pipeline)])
         return train_step(job, pipe, job.optimizer(pipe.parameters))

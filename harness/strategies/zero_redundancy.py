@@ -1,17 +1,17 @@
 from __future__ import annotations
 
-from harness.spec.training import Layout, States, TrainStep
-from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
-from harness.strategy import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
-from harness.strategy.checkpoints import StateFiles
-from harness.strategy.formulas import (
+from harness.cell.training import Layout, States, TrainStep
+from harness.seam import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.seam.checkpoints import StateFiles
+from harness.seam.formulas import (
     BESIDE_BACKWARD,
     all_reduced,
     dealt_out_states,
     passed_once,
     whole_model_states,
 )
-from harness.strategy.job import standard_step
+from harness.seam.job import standard_step
+from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
 
 
 class ZeroRedundancy(Strategy):

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from harness.spec.cell import Cell
-from harness.spec.training import Batch
+from harness.cell.cell import Cell
+from harness.cell.training import Batch
 from harness.workloads import DataSource
 
 if TYPE_CHECKING:

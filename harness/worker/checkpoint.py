@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from harness.measure.memory_kinds import local_part
 from harness.record.checkpoint import NAME, Manifest
-from harness.strategy.checkpoints import counters_of, load_by_torch, save_by_torch
+from harness.seam.checkpoints import counters_of, load_by_torch, save_by_torch
 from harness.worker.rank_answer import (
     CheckpointedState,
     LoadedAnswer,
@@ -23,7 +23,7 @@ from harness.worker.rank_answer import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from harness.strategy.job import TrainState
+    from harness.seam.job import TrainState
     from harness.worker.loop import Loop
 
 STEPS_MEANWHILE = 2

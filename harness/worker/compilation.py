@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import os
 
+from harness.cell.cell import Cell
 from harness.host.folders import cache_folder
-from harness.spec.cell import Cell
 
 
 def prepare_to_compile(cell: Cell) -> None:

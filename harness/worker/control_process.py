@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from harness.host.cores import threads_of
 from harness.host.process import die_with_parent
-from harness.strategy.registry import make_strategy
+from harness.seam.registry import make_strategy
 from harness.worker.batches import Batches
 from harness.worker.spec import TrialSpec
 from harness.workloads import make_workload

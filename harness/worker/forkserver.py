@@ -16,10 +16,10 @@ if str(os.getppid()) != os.environ.pop(LAUNCHER, ""):
     os._exit(1)
 adopt_orphans()
 
-import harness.strategy.registry  # noqa: E402
+import harness.seam.registry  # noqa: E402
 import harness.worker.preload  # noqa: E402
 import harness.worker.worker  # noqa: E402
-from harness.host.cuda import cuda_is_initialized  # noqa: E402
+from harness.host.environment import cuda_is_initialized  # noqa: E402
 from harness.host.nvml import end_nvml  # noqa: E402
 
 # Orphaned processes of killed ranks become children of this process.
@@ -50,7 +50,7 @@ with open(os.devnull, "w") as nowhere:  # output of an import belongs to no tria
         )
     _preload(
         "a strategy's module (harness.strategies, or a plug-in's)",
-        harness.strategy.registry.strategies,
+        harness.seam.registry.strategies,
     )
     for number, copy in zip((1, 2), copies, strict=True):
         os.dup2(copy, number)

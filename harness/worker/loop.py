@@ -7,23 +7,26 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from harness.cell.cell import Cell
+from harness.cell.training import REPLAYED_STEPS, Batch, TrainStep, first_replayed
 from harness.measure.clock import busy_fraction, timed_step
 from harness.measure.memory_kinds import retained, state_bytes
 from harness.measure.peak_memory import MemoryMeter
-from harness.measure.rank_traffic import RankTraffic, folder_bytes
+from harness.measure.rank_traffic import (
+    ExpertTokens,
+    RankTraffic,
+    counted,
+    folder_bytes,
+    routers_of,
+)
 from harness.measure.resource_use import Energy, Load, RankGpus
-from harness.measure.routing import ExpertTokens, counted, routers_of
-from harness.parity.comparison import SGD_ERROR, deviations_from
-from harness.parity.deviations import Deviations
-from harness.parity.reference import Reference
-from harness.parity.running_statistics import RunningStatistics
+from harness.parity.comparison import SGD_ERROR, RunningStatistics, deviations_from
+from harness.parity.reference import Deviations, Reference
 from harness.record.run_record import RankStep
-from harness.spec.cell import Cell
-from harness.spec.training import REPLAYED_STEPS, Batch, TrainStep, first_replayed
-from harness.strategy.job import Job, TrainState
-from harness.strategy.recipe import decayed
-from harness.strategy.registry import batches_normalised, make_strategy
-from harness.strategy.whole_state import MOMENTS_UP_TO
+from harness.seam.checkpoints import MOMENTS_UP_TO
+from harness.seam.job import Job, TrainState
+from harness.seam.recipe import decayed
+from harness.seam.registry import batches_normalised, make_strategy
 from harness.worker.batches import Batches, BatchRecipe
 from harness.worker.compilation import compile_seconds
 from harness.worker.control_process import Control

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from harness.cell.yaml_text import parsed
 from harness.host.folders import write_atomically
 from harness.host.gpu_state import GpuUse
-from harness.parity.deviations import Deviations
+from harness.parity.reference import Deviations
 from harness.record.run_record import RankStep
-from harness.spec.typed_json import parsed
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,17 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from harness.cell.cell import Cell
 from harness.measure.clock import Method, replaced
 from harness.measure.memory_kinds import STEPS as TRACKED_STEPS
 from harness.measure.memory_kinds import peak_split
 from harness.measure.rank_traffic import Call, counting, tensor_bytes
 from harness.measure.step_breakdown import Event, Kind, breakdown, gpu_parts, kernel_kind
 from harness.record.profile_record import COMPONENTS
-from harness.spec.cell import Cell
 from harness.worker.rank_answer import ProfiledAnswer, RankAnswer
 
 if TYPE_CHECKING:
-    from harness.strategy.job import TrainState
+    from harness.seam.job import TrainState
     from harness.worker.loop import Loop
 
 

@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from harness.cell.cell import Cell
+from harness.cell.training import REPLAYED_STEPS, first_replayed
 from harness.measure.memory_kinds import local_part, retained
 from harness.parity.reference import Reference
-from harness.spec.cell import Cell
-from harness.spec.training import REPLAYED_STEPS, first_replayed
-from harness.strategy.checkpoints import Counter as StepCounter
-from harness.strategy.checkpoints import counters_of, set_counters
-from harness.strategy.job import TrainState
+from harness.seam.checkpoints import Counter as StepCounter
+from harness.seam.checkpoints import counters_of, set_counters
+from harness.seam.job import TrainState
 from harness.worker.spec import TrialSpec
 
 if TYPE_CHECKING:

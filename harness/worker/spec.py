@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.spec.cell import Cell
-from harness.spec.typed_json import adapter, parsed
+from harness.cell.cell import Cell
+from harness.cell.yaml_text import adapter, parsed
 from harness.workloads import DataSource
 
 STEPS_IN_A_TURN = 2

@@ -14,20 +14,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.cell.cell import Cell
 from harness.host.amd import runtime_name
 from harness.host.cores import core_ranges, threads_of
-from harness.host.cuda import HIDE_GPUS
-from harness.host.own_pages import copy_shared_pages
+from harness.host.environment import HIDE_GPUS
 from harness.host.packages import show
-from harness.host.process import die_with_parent
+from harness.host.process import copy_shared_pages, die_with_parent
 from harness.host.tcp_store import CLIENT, LOOPBACK, listening_on
 from harness.host.user_code import first_line
 from harness.measure.memory_kinds import shortage
 from harness.measure.peak_memory import MemoryMeter
-from harness.parity.replicas import sketches
-from harness.spec.cell import Cell
-from harness.strategy.job import Job
-from harness.strategy.registry import make_strategy, require_unchanged
+from harness.parity.comparison import sketches
+from harness.seam.job import Job
+from harness.seam.registry import make_strategy, require_unchanged
 from harness.worker.checkpoint import Saver, resume
 from harness.worker.compilation import checked_compile_seconds, prepare_to_compile
 from harness.worker.control_process import Control
@@ -48,8 +47,8 @@ from harness.workloads import Workload, make_workload
 if TYPE_CHECKING:
     import torch
 
-    from harness.spec.training import TrainStep
-    from harness.strategy.base import Strategy
+    from harness.cell.training import TrainStep
+    from harness.seam.base import Strategy
 
 
 def nccl_variables(links: str, node_name: str) -> dict[str, str]:

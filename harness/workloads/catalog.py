@@ -6,8 +6,8 @@ import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.cell.errors import UsageError
 from harness.host.user_code import UserClass, entry_point_class, names_user_class, user_class
-from harness.spec.errors import UsageError
 from harness.workloads.family import Family, Kind
 from harness.workloads.pretrained import from_config, lacking_weights, read_config
 from harness.workloads.user_workload import from_class

@@ -11,14 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from unittest import mock
 
-from harness.host.apart import Ended, call_apart
-from harness.host.cuda import HIDE_GPUS, LEAVE_CUDA_ALONE, cuda_is_initialized
-from harness.host.environment import device_type, version_of
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
+from harness.cell.yaml_text import parsed
+from harness.host.environment import (
+    HIDE_GPUS,
+    LEAVE_CUDA_ALONE,
+    cuda_is_initialized,
+    device_type,
+    version_of,
+)
 from harness.host.folders import cache_folder, write_atomically
+from harness.host.process import Ended, call_apart
 from harness.host.user_code import one_line
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
-from harness.spec.typed_json import parsed
 from harness.workloads.catalog import make_workload
 from harness.workloads.recompute import experts_backward, grouped_products
 from harness.workloads.workload import Workload

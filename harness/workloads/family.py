@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from harness.spec.errors import Refused
+from harness.cell.errors import Refused
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

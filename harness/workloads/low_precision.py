@@ -14,10 +14,10 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from harness.cell.cell import Cell
 from harness.host.amd import rocm_version
 from harness.host.gpu_inventory import visible_gpus
 from harness.host.packages import show
-from harness.spec.cell import Cell
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.pytorch_utils import Conv1D
 
-    from harness.spec.training import Retained
+    from harness.cell.training import Retained
 
 _NF4_BLOCK = 64
 """Weights per scale."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from harness.spec.errors import Refused
+from harness.cell.errors import Refused
 from harness.workloads.family import Split
 from harness.workloads.structure import Structure
 

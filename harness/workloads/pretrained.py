@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from harness.cell.errors import UsageError
 from harness.host.user_code import one_line
-from harness.spec.errors import UsageError
 from harness.workloads.family import Family, Kind, Split
 from harness.workloads.structure import Structure, read_structure
 from harness.workloads.workload import Workload, has_weights

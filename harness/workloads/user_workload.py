@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar, cast
 
+from harness.cell.errors import UsageError
 from harness.host.user_code import UserClass, first_line
-from harness.spec.errors import UsageError
 from harness.workloads.structure import block_lists, has_batch_norm, key_biases, tied_parameters
 from harness.workloads.workload import (
     MOST_TRIED,

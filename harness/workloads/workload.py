@@ -12,10 +12,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from harness.cell.errors import Refused, UsageError
+from harness.cell.training import Tolerance
 from harness.host.packages import hide
 from harness.host.user_code import one_line
-from harness.spec.errors import Refused, UsageError
-from harness.spec.training import Tolerance
 from harness.workloads.family import HAS_DECODER, Family, Kind, ModelConfig, Split
 from harness.workloads.structure import split_sizes
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from harness.spec.cell import Cell
-    from harness.spec.training import Layout, Retained
+    from harness.cell.cell import Cell
+    from harness.cell.training import Layout, Retained
 
 
 # If torchao is installed, transformers and peft import it, which initialises CUDA if a GPU is

@@ -22,9 +22,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused, UsageError
-from harness.spec.training import Retained, Tolerance
+from harness.cell.cell import Cell
+from harness.cell.errors import Refused, UsageError
+from harness.cell.training import Retained, Tolerance
 from harness.workloads.low_precision import (
     emulated,
     halve,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from harness.spec.training import Layout
+    from harness.cell.training import Layout
 
 STORAGES = {
     "bf16": "weights, gradients and optimizer state in bf16",

@@ -9,9 +9,9 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from harness.analysis.stats import estimate, percentile, slowest
+from harness.cell.cell import Cell
 from harness.launch.launcher import Launcher
-from harness.spec.cell import Cell
-from harness.strategy.registry import strategies, validate
+from harness.seam.registry import strategies, validate
 from harness.workloads import make_workload, prepare_data
 
 Ratio = Callable[[str, Sequence[float], str], None]

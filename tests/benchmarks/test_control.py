@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from harness.cell.cell import Cell
 from harness.launch.launcher import Launcher
 from harness.run.metrics import WINDOW_STEPS, timed_seconds
-from harness.spec.cell import Cell
-from harness.strategy.registry import validate
+from harness.seam.registry import validate
 from harness.worker.rank_answer import TrainedAnswer
 from harness.workloads import make_workload, prepare_data
 from tests.benchmarks.conftest import Ratio

@@ -22,8 +22,8 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from harness.analysis.stats import slowest
+from harness.cell.cell import Cell
 from harness.launch.launcher import Launcher
-from harness.spec.cell import Cell
 from tests.benchmarks.conftest import Ratio, steps_of
 from tests.conftest import runs
 

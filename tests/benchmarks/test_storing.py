@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from harness.cell.cell import Cell
 from harness.record.run_record import RunRecord
 from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
 from tests.benchmarks.conftest import Ratio
 from tests.unit.stored_trials import one_cell_run, step, trial_row
 

@@ -93,8 +93,8 @@ def test_turnaround(
 
 @pytest.mark.benchmark(group="recording a trial of 1,000 step rows")
 def test_recording(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+    from harness.cell.cell import Cell
     from harness.record.store import TrialKey
-    from harness.spec.cell import Cell
 
     store, one = Store(tmp_path), Cell(strategy="ddp", devices=2)
     row, steps = TrialRecord(**trial_row(one)), [step(TrialKey(one.id, 0), n) for n in range(1000)]

@@ -25,12 +25,12 @@ from bench.matrix import DEFAULT_TRIALS
 from harness.analysis.estimates import estimates_of
 from harness.analysis.stats import SpeedVerdict
 from harness.analysis.stats import ratio as over
+from harness.cell.cell import Cell
 from harness.launch.interleaved import InterleavedLauncher, Launch
 from harness.launch.launcher import Launcher
 from harness.launch.outcome import Outcome
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
-from harness.strategy.registry import validate
+from harness.seam.registry import validate
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 from tests.benchmarks.conftest import Ratio

@@ -11,8 +11,7 @@ from harness.analysis.compare import compare_sides
 from harness.analysis.selection import select
 from harness.planner.cluster import cluster_plan
 from harness.planner.cluster.calibration import load
-from harness.record.integrity import stores_below
-from harness.record.store import Store
+from harness.record.store import Store, stores_below
 from reports import runs, write_report, write_whole
 from reports.prediction_page import plan_page
 from reports.run_report import only

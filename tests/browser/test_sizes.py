@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
+from harness.cell.cell import Cell
 from harness.record.run_record import RunRecord
 from harness.record.store import Results, Store, load
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
 from reports import write_report
 from tests.browser.conftest import Watched
 from tests.unit.stored_trials import one_cell_run, trial_row
@@ -67,7 +67,7 @@ def many(cells: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from harness.record.schema import VERSION, VERSION_KEY, arrow_schema
+    from harness.record.files import VERSION, VERSION_KEY, arrow_schema
     from harness.record.store import TrialKey
     from tests.unit.stored_trials import step
 

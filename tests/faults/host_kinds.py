@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from harness.host.memory_limits import group_folder
+from harness.host.cores import group_folder
 from tests.faults.place import Inject, Place
 from tests.faults.run_process import Run
 

@@ -16,9 +16,9 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from harness.record.integrity import check_folder, quarantine
-from harness.record.schema import VERSION, VERSION_KEY
-from harness.spec.cell import Cell
+from harness.cell.cell import Cell
+from harness.record.files import VERSION, VERSION_KEY
+from harness.record.store import check_folder, quarantine
 from tests.faults.host_kinds import HOST_KINDS
 from tests.faults.place import Inject, Place
 from tests.faults.run_process import Run

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from harness.cell.cell import Cell
 from harness.launch.launcher import Launcher
 from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.run.runner import Runner, SilentListener
-from harness.spec.cell import Cell
 
 
 @dataclass

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from harness.record.integrity import check_folder
-from harness.record.store import Store
+from harness.record.store import Store, check_folder
 from tests.faults.place import Place
 
 MATRIX = """

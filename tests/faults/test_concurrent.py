@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.record.integrity import check_folder
-from harness.record.store import Store
+from harness.record.store import Store, check_folder
 from tests.faults.writer import GATHERS_EVERY, SHARED, STEPS
 
 ROUNDS = int(os.environ.get("ROUNDS", "20"))

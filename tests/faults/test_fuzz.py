@@ -21,22 +21,21 @@ from hypothesis import strategies as st
 from bench.cli import app, refusal
 from bench.cluster.site import read_site
 from bench.expand import expand
-from bench.host import Host, host_of
-from bench.matrix import parse_changes, read_matrix
+from bench.matrix import Host, host_of, parse_changes, read_matrix
 from bench.run_options import parse_share, parse_time
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
+from harness.cell.redaction import redacted
 from harness.nodes.protocol import ProtocolError, decoded, encoded
 from harness.planner.cluster.calibration import DEFAULT
 from harness.planner.cluster.calibration import load as load_constants
 from harness.planner.cluster.hardware import cluster_of
-from harness.planner.cluster.model_names import parse_shape
+from harness.planner.cluster.hf_config import parse_shape
 from harness.planner.cluster.question import ClusterQuestion
 from harness.record.files import DamagedFile, OtherSchema, read_file
 from harness.record.plan import Plan
 from harness.record.run_record import RunRecord
 from harness.record.store import Store
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
-from harness.spec.redaction import redacted
 from harness.worker.spec import TrialSpec
 from harness.workloads import DataSource
 from tests.unit.stored_trials import one_cell_run

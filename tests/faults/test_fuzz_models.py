@@ -21,11 +21,11 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 
-from bench.host import Host, admit_here
+from bench.matrix import Host, admit_here
+from harness.cell.cell import Cell
+from harness.cell.errors import Refused, UsageError
 from harness.host.folders import cache_folder
-from harness.planner.cluster.model_names import parse_shape
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused, UsageError
+from harness.planner.cluster.hf_config import parse_shape
 from harness.workloads import Workload, make_workload, prepare_data
 from harness.workloads.catalog import require_kind
 from harness.workloads.pretrained import read_config
@@ -101,7 +101,7 @@ def require_built(folder: Path) -> None:
         workload = make_workload(name)
         data = "images" if workload.kind == "image" else "stdlib"
         axes = {"workload": name, "sequence_length": 16, "data": data, "device": "cpu"}
-        with mock.patch("bench.host.model_facts"):  # slow, and catches every error
+        with mock.patch("bench.matrix.model_facts"):  # slow, and catches every error
             admit_here(Cell(strategy="single", devices=1, **axes), Host("cpu", 2, 2**34))
 
 

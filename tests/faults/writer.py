@@ -6,11 +6,11 @@ from __future__ import annotations
 import sys
 from datetime import datetime, timezone
 
+from harness.cell.cell import Cell
+from harness.record.files import VERSION
 from harness.record.run_record import ConclusionRecord, RunRecord
-from harness.record.schema import VERSION
 from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
 from tests.unit.stored_trials import one_cell_run, step, trial_row
 
 STEPS = 3

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import rpc
 
+from harness.cell.cell import Cell
 from harness.planner.rehearsal.world import (
     CompletedWork,
     CopyableFakeMode,
@@ -31,11 +32,10 @@ from harness.planner.rehearsal.world import (
     put,
     swap_if_changed,
 )
-from harness.spec.cell import Cell
+from harness.seam.base import Strategy
+from harness.seam.job import Job
+from harness.seam.registry import validate
 from harness.strategies import data_parallel, parameter_server
-from harness.strategy.base import Strategy
-from harness.strategy.job import Job
-from harness.strategy.registry import validate
 from harness.workloads import make_workload
 
 __all__ = ["DEVICE", "CopyableFakeMode", "fake_batch", "one_rank", "swap_if_changed"]

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.cell.cell import Cell
+from harness.cell.training import Batch
 from harness.parity.reference import full_parameters
-from harness.spec.cell import Cell
-from harness.spec.training import Batch
-from harness.strategy.job import Job
-from harness.strategy.registry import make_strategy
+from harness.seam.job import Job
+from harness.seam.registry import make_strategy
 from harness.workloads import make_workload, prepare_data
 
 STEPS = 4

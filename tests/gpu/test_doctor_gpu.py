@@ -20,7 +20,7 @@ from bench.checks import (
     shared_memory_trouble,
 )
 from harness.host.gpu_state import GpuState
-from harness.strategy.base import Strategy
+from harness.seam.base import Strategy
 from tests.gpu import fake_nvml
 from tests.gpu.fake_nvml import FakeNvml
 
@@ -97,7 +97,7 @@ def test_a_strategy_with_a_required_option_is_not_tried(monkeypatch: pytest.Monk
     class Demanding(Strategy):
         size: int
 
-    monkeypatch.setattr("harness.strategy.registry.strategies", lambda: {"demanding": Demanding})
+    monkeypatch.setattr("harness.seam.registry.strategies", lambda: {"demanding": Demanding})
     assert list(checks._stand_ins()) == []
 
 

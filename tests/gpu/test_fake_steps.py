@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.cell.cell import Cell
+from harness.cell.training import Batch, TrainStep
 from harness.measure.memory_kinds import retained
 from harness.parity.reference import full_parameters
-from harness.spec.cell import Cell
-from harness.spec.training import Batch, TrainStep
-from harness.strategy.base import Capabilities, Strategy
-from harness.strategy.job import Job, standard_step
-from harness.strategy.registry import make_strategy
+from harness.seam.base import Capabilities, Strategy
+from harness.seam.job import Job, standard_step
+from harness.seam.registry import make_strategy
 from tests.gpu.fake_world import DEVICE, fake_batch, one_rank
 
 STEPS = 2

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from harness.analysis.losses import loss_deviations
+from harness.analysis.consistency import loss_deviations
+from harness.cell.cell import Cell
+from harness.cell.training import EXACT
 from harness.host.packages import show
-from harness.spec.cell import Cell
-from harness.spec.training import EXACT
 from harness.workloads import make_workload, prepare_data
 
 CELL = Cell(strategy="single", workload="llama-nano+float8", device="cuda")

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench.expand import expand
-from bench.host import Host
-from bench.matrix import read_matrix
+from bench.matrix import Host, read_matrix
 from harness.run.prepared import packages
 
 ROOT = Path(__file__).parents[2]
@@ -64,10 +63,10 @@ def test_nothing_that_the_fork_server_imports_initialises_cuda() -> None:
     # this process only plans, and no rank is forked from it
     wanted = packages(expand(read_matrix("full"), Host("cuda", 8, 80 * 2**30)).cells)
     calls = run_with_tripwire(f"""
-import harness.worker.preload, harness.strategy.registry, harness.worker.worker
+import harness.worker.preload, harness.seam.registry, harness.worker.worker
 
 harness.worker.preload.import_packages({wanted!r})
-harness.strategy.registry.strategies()
+harness.seam.registry.strategies()
 """)
     assert calls == []
 
@@ -83,7 +82,7 @@ from tests.gpu.fake_nvml import h100_node, install
 torch._C._cuda_getArchFlags = lambda: "sm_90"
 install(pytest.MonkeyPatch(), h100_node())
 
-from bench.host import Host
+from bench.matrix import Host
 from bench.expand import expand
 from bench.matrix import read_matrix
 from harness.host.environment import device_type
@@ -106,14 +105,14 @@ def test_the_tripwire_catches_an_import_that_does() -> None:
 
 
 def test_without_gpus_everything_is_imported_before_the_fork() -> None:
+    from harness.cell.cell import Cell
     from harness.run.prepared import packages
-    from harness.spec.cell import Cell
 
     assert "peft" in packages([Cell(strategy="ddp", devices=2, workload="llama-nano+lora")])
 
 
 def test_a_package_that_nobody_has_checked_is_left_to_the_ranks() -> None:
-    from harness.host.cuda import to_preload
+    from harness.host.environment import to_preload
 
     assert to_preload(["deepspeed", "a_plugins_library"], with_gpus=True) == ["deepspeed"]
     assert to_preload(["deepspeed", "a_plugins_library"], with_gpus=False) == [

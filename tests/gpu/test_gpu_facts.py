@@ -12,7 +12,7 @@ import torch
 from harness.analysis.selection import Hardware
 from harness.host.environment import cudnn_version, device_type, environment, unused_gpus
 from harness.host.gpu_inventory import gpu_facts, gpu_topology
-from harness.nodes.node import node_facts
+from harness.nodes.agent import node_facts
 from harness.record.run_record import RunRecord
 from tests.gpu.fake_nvml import FakeNvml, a100_in_slices, h100_node, install, rtx_4090
 

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from bench.cli import terminal as show
+from harness.analysis.cell_result import CAUSES
 from harness.analysis.compare import compare_sides
 from harness.analysis.selection import select
 from harness.analysis.summary import cell_results
-from harness.analysis.trials import CAUSES
+from harness.cell.cell import Cell
 from harness.host.gpu_state import GIB, GpuLook, GpuProcess, GpuState, GpuUse, as_json
 from harness.launch.outcome import Outcome
 from harness.record.plan import Plan
 from harness.record.store import Results, Store, TrialKey
 from harness.record.trial import TrialRecord
 from harness.run.runner import Runner
-from harness.spec.cell import Cell
 from harness.worker.rank_answer import RankAnswer
 from reports.runs import markdown
 from tests.gpu.fake_nvml import FakeNvml, h100_node, install

@@ -11,7 +11,7 @@ import pynvml
 import pytest
 import torch
 
-from harness.analysis.trials import disturbances
+from harness.analysis.cell_result import disturbances
 from harness.host.gpu_state import GIB, GpuLook, GpuRecord, GpuState, GpuUse, as_json, decoded
 from harness.measure.peak_memory import MemoryMeter
 from harness.measure.resource_use import Energy, RankGpus

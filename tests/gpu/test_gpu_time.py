@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 
 from bench.cli.show import show
-from harness.analysis.utilization import AT_RATE, BELOW_RATE, GpuTime, gpu_time
+from harness.analysis.summary import AT_RATE, BELOW_RATE, GpuTime, gpu_time
+from harness.cell.cell import Cell
 from harness.launch.outcome import Outcome
 from harness.measure.step_breakdown import Event, Kind, breakdown, gpu_parts, kernel_kind
-from harness.record.hardware_facts import DeviceSpeed, SpeedMeasurement, matmul_rate
 from harness.record.plan import Plan
 from harness.record.profile_record import COMPONENTS, GPU_PARTS, ProfileRecord
 from harness.record.store import Results, Store
-from harness.run.metrics import Peaks
+from harness.record.trial import DeviceSpeed, SpeedMeasurement, matmul_rate
+from harness.run.metrics import Peaks, peaks_of
 from harness.run.profile import Theory, profile_record
-from harness.run.rows import peaks_of
 from harness.run.runner import Runner
-from harness.spec.cell import Cell
 from harness.worker.rank_answer import RankAnswer
 from harness.worker.rank_profile import events_of
 from harness.workloads import make_workload

@@ -9,8 +9,8 @@ import pytest
 
 from harness.host.gpu_models import gpu_model
 from harness.host.gpu_state import GpuRecord
-from harness.record.hardware_facts import SpeedMeasurement
 from harness.record.store import Store
+from harness.record.trial import SpeedMeasurement
 from tests.conftest import ROOT
 
 H200 = ROOT / "results" / "reference" / "h200-141gb"

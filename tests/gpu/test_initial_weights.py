@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.spec.cell import Cell
-from harness.spec.training import Layout
-from harness.strategy.registry import make_strategy, strategies
+from harness.cell.cell import Cell
+from harness.cell.training import Layout
+from harness.seam.registry import make_strategy, strategies
 from harness.worker import worker
 from harness.worker.rank_answer import RankAnswer
 from harness.worker.reporting import Heartbeat

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from harness.cell.cell import Cell
 from harness.measure.hardware_benchmark import _rank
-from harness.spec.cell import Cell
 from harness.worker.spec import TrialSpec
 from harness.worker.worker import _prepare_process
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.cell.cell import Cell
+from harness.cell.errors import Unavailable
 from harness.host.packages import Unbuilt
-from harness.spec.cell import Cell
-from harness.spec.errors import Unavailable
 from harness.strategies import _horovod
 from harness.strategies.horovod import Horovod
 from harness.workloads import make_workload

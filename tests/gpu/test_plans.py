@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from bench.expand import Expanded, expand
-from bench.host import Host, host_of
-from bench.matrix import read_matrix
+from bench.matrix import Host, host_of, read_matrix
 from bench.planning import kept_or_new_plan
 from bench.run_options import CommandOptions
+from harness.cell.cell import Cell
 from harness.host import cores
 from harness.host.cores import oversubscribed
 from harness.parity.reference_runs import (
@@ -29,8 +29,7 @@ from harness.parity.verdict import in_fp32
 from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.run.expected import references_of, trial_seconds
-from harness.spec.cell import Cell
-from harness.strategy.peak_memory import CONTEXT_BYTES, peak_bytes
+from harness.seam.peak_memory import CONTEXT_BYTES, peak_bytes
 from harness.workloads import make_workload
 
 GIB = 2**30

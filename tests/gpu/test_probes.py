@@ -11,10 +11,9 @@ import torch
 from bench import probes
 from bench.cli import app
 from bench.expand import expand
-from bench.host import Host
-from bench.matrix import read_matrix
+from bench.matrix import Host, read_matrix
 from bench.probes import PROBES, ProbeAnswer, answer, probe
-from harness.host.apart import Ended
+from harness.host.process import Ended
 
 
 @pytest.mark.parametrize(
@@ -36,8 +35,8 @@ def test_each_probe_answers_in_a_process_of_its_own() -> None:
 
 def test_an_import_that_initialises_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = iter((False, True))
-    monkeypatch.setattr("harness.host.cuda.cuda_is_initialized", lambda: next(asked))
-    monkeypatch.setattr("harness.host.cuda.to_preload", lambda names, with_gpus: ["json"])
+    monkeypatch.setattr("harness.host.environment.cuda_is_initialized", lambda: next(asked))
+    monkeypatch.setattr("harness.host.environment.to_preload", lambda names, with_gpus: ["json"])
     assert answer("forked rank", "cpu").text == "importing json initialises CUDA"
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from harness.cell.cell import Cell
+from harness.cell.training import Layout
 from harness.measure.peak_memory import MemoryMeter
-from harness.spec.cell import Cell
-from harness.spec.training import Layout
-from harness.strategy.job import Job
+from harness.seam.job import Job
 from harness.worker.loop import Loop
 from harness.worker.spec import TrialSpec
 from harness.workloads import make_workload, prepare_data
@@ -165,7 +165,7 @@ def test_horovod_built_for_the_cpu_leaves_gpu_cells_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On CUDA tensors, a CPU build's background thread throws and shuts down."""
-    from harness.spec.errors import Unavailable
+    from harness.cell.errors import Unavailable
     from harness.strategies import _horovod
     from harness.strategies.horovod import Horovod
 
@@ -242,7 +242,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from harness.spec.cell import Cell
+from harness.cell.cell import Cell
 from harness.worker.spec import TrialSpec
 from harness.worker.worker import _prepare_process
 

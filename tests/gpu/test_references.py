@@ -16,20 +16,19 @@ import torch
 from safetensors import safe_open
 
 import harness.run.runner as runner_module
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
+from harness.cell.training import EXACT
 from harness.launch.outcome import Outcome
 from harness.parity.comparison import SGD_ERROR, deviations_from
-from harness.parity.deviations import Deviations
-from harness.parity.reference import Reference
+from harness.parity.reference import Deviations, Reference
 from harness.parity.verdict import parity_verdict
 from harness.record.plan import Plan
 from harness.record.store import Store, TrialKey
 from harness.run.prepared import PreparedTrial
 from harness.run.references import ReferenceRuns, verified
 from harness.run.runner import Runner, SilentListener
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
-from harness.spec.training import EXACT
-from harness.strategy.job import TrainState
+from harness.seam.job import TrainState
 from harness.workloads import make_workload
 from tests.gpu.fake_nvml import FakeNvml, h100_node, install
 from tests.unit.recording import answer

@@ -34,9 +34,9 @@ from typing import Any
 
 import pytest
 
-from harness.spec.cell import Cell
-from harness.spec.training import EXACT
-from harness.strategy.registry import make_strategy
+from harness.cell.cell import Cell
+from harness.cell.training import EXACT
+from harness.seam.registry import make_strategy
 from harness.worker.rank_profile import require_device_events
 from tests.gpu.stub_library import ROOT, run_with
 

@@ -12,17 +12,16 @@ import pytest
 import torch
 
 from bench.checks import gpu_troubles
-from bench.host import Host
+from bench.matrix import Host
+from harness.cell.cell import Cell
 from harness.host import amd, gpu_inventory, nvml
 from harness.host.amd import described, rocm_version, torch_gpus
-from harness.host.cuda import HIDE_GPUS
-from harness.host.environment import device_type, environment, unused_gpus
+from harness.host.environment import HIDE_GPUS, device_type, environment, unused_gpus
 from harness.host.gpu_inventory import gpu_topology, visible_gpus
 from harness.host.gpu_models import gpu_model
 from harness.host.gpu_state import GpuLook
 from harness.measure.resource_use import RankGpus
 from harness.record.run_record import RunRecord
-from harness.spec.cell import Cell
 from harness.workloads.low_precision import has_float8
 from tests.gpu import fake_nvml
 

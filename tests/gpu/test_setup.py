@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.cell.cell import Cell
+from harness.cell.errors import Unavailable
 from harness.host import packages
-from harness.spec.cell import Cell
-from harness.spec.errors import Unavailable
+from harness.seam.registry import make_strategy, validate
 from harness.strategies import _deepspeed
-from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload
 from tests.conftest import ROOT
 

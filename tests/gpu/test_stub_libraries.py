@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from harness.host.cuda import LEAVE_CUDA_ALONE
+from harness.host.environment import LEAVE_CUDA_ALONE
 from harness.host.gpu_state import GpuRecord, GpuUse, as_json
 from tests.gpu.stub_library import CUDA, NVML, compiled, run_with
 
@@ -61,11 +61,11 @@ def test_a_rank_without_answers_from_nvml_is_named() -> None:
 
 IMPORTS = """
 import ctypes, os
-import harness.worker.preload, harness.strategy.registry, harness.worker.worker
-from harness.host.cuda import cuda_is_initialized
+import harness.worker.preload, harness.seam.registry, harness.worker.worker
+from harness.host.environment import cuda_is_initialized
 
 harness.worker.preload.import_packages({packages!r})
-harness.strategy.registry.strategies()
+harness.seam.registry.strategies()
 driver = ctypes.CDLL("libcuda.so.1")
 print(driver.cuInitCalls(), cuda_is_initialized())
 driver.cuInit(0)

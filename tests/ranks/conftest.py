@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
+from harness.cell.cell import Cell
 from harness.launch.launcher import Launcher
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
 from harness.run.runner import Runner, SilentListener
-from harness.spec.cell import Cell
-from harness.strategy.registry import strategies
+from harness.seam.registry import strategies
 
 RunCells = Callable[..., Results]
 

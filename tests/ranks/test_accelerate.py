@@ -8,9 +8,9 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.spec.errors import Refused, Unavailable
+from harness.cell.errors import Refused, Unavailable
+from harness.seam.registry import validate
 from harness.strategies.accelerate import Accelerate
-from harness.strategy.registry import validate
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell, ended
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from harness.spec.errors import Refused, UsageError
-from harness.strategy.registry import validate
+from harness.cell.errors import Refused, UsageError
+from harness.seam.registry import validate
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell
 from tests.tiny_models import MODELS, MORE_MODELS, save_config

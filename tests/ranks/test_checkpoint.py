@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from harness.cell.cell import Cell
 from harness.host.folders import scratch_folder
 from harness.launch.launcher import Launcher
 from harness.launch.outcome import Outcome
@@ -18,7 +19,6 @@ from harness.record.checkpoint import NAME, Manifest
 from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.run.runner import Runner, SilentListener
-from harness.spec.cell import Cell
 from harness.worker.spec import Checkpointing
 from tests.ranks.conftest import RunCells, cell
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.host.cuda import missing_compiler
+from harness.host.environment import missing_compiler
 from tests.ranks.conftest import RunCells, cell
 
 with_compiler = pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler())

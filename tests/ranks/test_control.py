@@ -5,9 +5,9 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
+from harness.cell.cell import Cell
 from harness.record.trial import TrialRecord
 from harness.run.prepared import SAMPLES_PER_CONTROL
-from harness.spec.cell import Cell
 from tests.ranks.conftest import RunCells, cell
 
 LATER_MISTAKES = [

@@ -13,8 +13,9 @@ import pytest
 
 import harness.strategies._deepspeed
 import harness.strategies._deepspeed_zero
+from harness.cell.errors import Refused, Unavailable
 from harness.launch.launcher import Launcher
-from harness.spec.errors import Refused, Unavailable
+from harness.seam.registry import validate
 from harness.strategies._deepspeed import (
     compiled_parts,
     fp16_on_cpu,
@@ -22,7 +23,6 @@ from harness.strategies._deepspeed import (
     lockable_bytes,
 )
 from harness.strategies.deepspeed import Deepspeed
-from harness.strategy.registry import validate
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell, ended, representative
 from tests.ranks.test_strategies import states_follow_the_formula

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.spec.errors import Refused
+from harness.cell.errors import Refused
 from tests.listening import watched
 from tests.ranks.conftest import RunCells, cell
 from tests.ranks.test_strategies import states_follow_the_formula

@@ -18,13 +18,12 @@ import pandas as pd
 import psutil
 import pytest
 
+from harness.cell.cell import Cell, Link
 from harness.launch.launcher import Launcher
 from harness.links.emulated import EmulatedNodes, LinksLauncher, unsupported_reason
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
 from harness.run.runner import Runner, SilentListener
-from harness.spec.cell import Cell
-from harness.spec.link import Link
 from tests.conftest import runs
 from tests.listening import is_loopback, watched
 from tests.ranks.conftest import cell

@@ -19,10 +19,10 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from harness.analysis.losses import loss_deviations
+from harness.analysis.consistency import loss_deviations
 from harness.export import export_files, write_files
 from harness.host.packages import show
-from harness.strategy.registry import make_strategy
+from harness.seam.registry import make_strategy
 from tests.ranks.conftest import RunCells, cell
 
 STAND_IN = """#!/usr/bin/env bash

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.losses import loss_deviations
+from harness.analysis.consistency import loss_deviations
 from harness.export import export_files, write_files
 from harness.launch.launcher import Launcher
 from tests.ranks.conftest import cell

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.spec.errors import Refused, Unavailable
+from harness.cell.errors import Refused, Unavailable
 from harness.strategies.fairscale_fsdp import FairscaleFsdp
 from harness.strategies.fairscale_oss import FairscaleOss
 from harness.workloads import make_workload

@@ -12,7 +12,7 @@ import pandas as pd
 import psutil
 import pytest
 
-from harness.spec.errors import Refused, Unavailable
+from harness.cell.errors import Refused, Unavailable
 from harness.strategies import _horovod
 from harness.strategies._horovod import built, places
 from harness.strategies.horovod import Horovod

@@ -16,6 +16,7 @@ import pytest
 
 from harness.analysis.answer import answer
 from harness.analysis.summary import cell_results
+from harness.cell.cell import Cell
 from harness.launch.interleaved import InterleavedLauncher, Launch
 from harness.launch.launcher import Launcher
 from harness.launch.outcome import Outcome
@@ -24,8 +25,7 @@ from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.run import runner as runner_module
 from harness.run.runner import FEWEST_TURNS, Runner, SilentListener
-from harness.spec.cell import Cell
-from harness.strategy.registry import validate
+from harness.seam.registry import validate
 from harness.workloads import make_workload, prepare_data
 from tests.ranks.conftest import cell
 

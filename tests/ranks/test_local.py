@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from harness.spec.cell import Cell
+from harness.cell.cell import Cell
 from tests.ranks.conftest import RunCells, cell
 
 RIGHT = ["post_local_sgd", "collectives", "powersgd", *(["diloco"] if find_spec("torchft") else [])]

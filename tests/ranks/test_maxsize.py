@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from harness.analysis.maxsize import maxsize_results
+from harness.cell.cell import Cell
 from harness.launch.launcher import Launcher
 from harness.record.store import Store
 from harness.run.maxsize import Search, plan_of
 from harness.run.runner import Runner, SilentListener
-from harness.spec.cell import Cell
 from tests.ranks.conftest import RunCells, cell
 from tests.unit.test_cli import here
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bench.cli.run import run
-from harness.spec.cell import Cell
+from harness.cell.cell import Cell
 from tests.commands import told
 from tests.conftest import ROOT
 

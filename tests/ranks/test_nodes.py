@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
+from harness.cell.cell import Cell
 from harness.launch.launcher import Launcher
 from harness.launch.outcome import Outcome
 from harness.nodes.coordinator import Nodes, NodesLauncher
@@ -29,8 +30,7 @@ from harness.nodes.rendezvous import KEY, Rendezvous
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
 from harness.run.runner import Runner, SilentListener
-from harness.spec.cell import Cell
-from harness.strategy.registry import validate
+from harness.seam.registry import validate
 from harness.workloads import make_workload, prepare_data
 from tests.conftest import runs
 from tests.ranks.conftest import cell

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from harness.spec.cell import Cell
-from harness.strategy.registry import validate
+from harness.cell.cell import Cell
+from harness.seam.registry import validate
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
 from tests.ranks.conftest import RunCells, cell

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from harness.cell.cell import Cell
 from harness.record.store import Results
-from harness.spec.cell import Cell
 from tests.ranks.conftest import RunCells, cell, representative
 
 RECIPE: dict[str, Any] = {

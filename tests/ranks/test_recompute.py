@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from harness.cell.errors import Refused
 from harness.launch.launcher import Launcher
 from harness.run.profile import profile_cell
-from harness.spec.errors import Refused
-from harness.strategy.peak_memory import peak_bytes
-from harness.strategy.registry import validate
+from harness.seam.peak_memory import peak_bytes
+from harness.seam.registry import validate
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
 from tests.ranks.conftest import RunCells, cell, ended, representative

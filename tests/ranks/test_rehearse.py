@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from harness.cell.cell import Cell
 from harness.launch.launcher import Launcher
 from harness.planner.rehearsal.rehearse import rehearse
 from harness.run.profile import profile_cell
-from harness.spec.cell import Cell
 from tests.ranks.conftest import cell
 
 WITHIN = [

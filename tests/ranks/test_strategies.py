@@ -13,16 +13,15 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from bench.expand import expand
-from bench.host import Host
-from bench.matrix import read_matrix
+from bench.matrix import Host, read_matrix
+from harness.cell.cell import Cell
 from harness.launch.launcher import Launcher
 from harness.parity.verdict import CAPPED_ABOVE
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
 from harness.run.references import declared
 from harness.run.runner import Runner, SilentListener
-from harness.spec.cell import Cell
-from harness.strategy.registry import make_strategy
+from harness.seam.registry import make_strategy
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.spec.cell import Cell
+from harness.cell.cell import Cell
 from tests.ranks.conftest import RunCells, cell
 
 IN_FP32 = """

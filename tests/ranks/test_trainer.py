@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from harness.spec.errors import Refused, Unavailable
+from harness.cell.errors import Refused, Unavailable
+from harness.seam.registry import validate
 from harness.strategies.trainer import TransformersTrainer
-from harness.strategy.registry import validate
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell, ended
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from harness.cell.cell import Cell
 from harness.parity.reference_runs import reference_of
 from harness.parity.verdict import in_fp32
-from harness.spec.cell import Cell
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
 from harness.workloads.workload_variants import ADAPTERS

@@ -41,7 +41,7 @@ def test_models_train_as_in_one_process(run_cells: RunCells, tmp_path: Path) -> 
 
 
 PAGE = pages.ROOT / "docs" / "your_model.md"
-WRONG = """from harness.strategy import Job, Strategy, TrainStep, standard_step
+WRONG = """from harness.seam import Job, Strategy, TrainStep, standard_step
 
 
 class Wrong(Strategy):

@@ -10,10 +10,10 @@ import pandas as pd
 
 from harness.analysis.compare import ComparedCell, RunComparison, compare_sides
 from harness.analysis.selection import select
+from harness.cell.cell import Cell
 from harness.record.run_record import RunRecord
 from harness.record.store import Results
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
 from tests.unit.made_results import run_row
 
 CELL = Cell(strategy="ddp", devices=2)

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from harness.cell.cell import Cell
 from harness.record.store import Results
-from harness.spec.cell import Cell
 from tests.unit.html_page import Page, page_of
 from tests.unit.made_results import sharded, stored, typical
 

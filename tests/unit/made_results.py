@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.summary import cell_results
+from harness.cell.cell import Cell
+from harness.cell.training import REASONS
 from harness.parity.verdict import PRECISION
+from harness.record.files import VERSION
 from harness.record.plan import Plan
 from harness.record.run_record import RunRecord
-from harness.record.schema import VERSION
 from harness.record.store import Results, Store
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
-from harness.spec.training import REASONS
 from tests.unit.recording import left_out_fields
 
 REFERENCE = [4.0, 3.5, 3.1, 2.9]

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from harness.cell.cell import Cell
 from harness.record.run_record import RankStep
 from harness.record.trial import TrialRecord
-from harness.run.metrics import Peaks, with_metrics
-from harness.run.rows import left_out_record
-from harness.spec.cell import Cell
+from harness.run.metrics import Peaks, left_out_record, with_metrics
 from harness.worker.rank_answer import CpuTime, RankAnswer, RankStates, TrainedAnswer
 from harness.workloads.counts import ModelFacts
 

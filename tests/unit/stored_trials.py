@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+from harness.cell.cell import Cell
+from harness.record.files import VERSION, arrow_schema
 from harness.record.plan import Plan
 from harness.record.run_record import StepRecord
-from harness.record.schema import VERSION, arrow_schema
 from harness.record.store import TrialKey
-from harness.spec.cell import Cell
 from tests.unit.made_results import run_row
 from tests.unit.recording import left_out_fields
 

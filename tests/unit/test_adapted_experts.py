@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from harness.cell.errors import UsageError
 from harness.host.gpu_models import gpu_models
 from harness.planner.cluster.footprint import footprint, layer_bytes, merged_bytes
-from harness.planner.cluster.model_names import parse_shape
+from harness.planner.cluster.hf_config import parse_shape
 from harness.planner.cluster.recipe import ATTENTION, Adapter, Recipe
-from harness.planner.finetune.answer import FitQuestion
-from harness.spec.errors import UsageError
+from harness.planner.fits import FitQuestion
 from tests.unit.test_layer_bytes import BATCH, SEQUENCE, model_of, shape_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")

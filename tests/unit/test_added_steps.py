@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.cell.cell import Cell
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import reference_key
 from harness.record.plan import Plan
@@ -18,9 +19,8 @@ from harness.record.trial import TrialRecord
 from harness.run.allocation import TimeBudget
 from harness.run.prepared import PreparedTrial
 from harness.run.runner import HEAT_SECONDS, Runner, SilentListener
-from harness.spec.cell import Cell
-from harness.strategy.job import TrainState
-from harness.strategy.registry import make_strategy
+from harness.seam.job import TrainState
+from harness.seam.registry import make_strategy
 from harness.worker.rewind import Rewinds
 from tests.unit.stored_trials import one_cell_run, trial_row
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from harness.host.apart import Ended, call_apart
+from harness.host.process import Ended, call_apart
 
 
 def shout(text: str, times: int) -> tuple[int, str]:

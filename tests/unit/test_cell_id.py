@@ -7,20 +7,19 @@ from pathlib import Path
 
 import pytest
 
-import harness.strategy.registry
+import harness.seam.registry
 from bench.expand import expand
-from bench.host import Host
-from bench.matrix import AXES, Matrix
+from bench.matrix import AXES, Host, Matrix
 from harness.analysis.history import histories
 from harness.analysis.selection import measured
+from harness.cell.cell import Cell
+from harness.cell.training import TrainStep
 from harness.record.run_record import RunRecord
 from harness.record.store import Store, load
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
-from harness.spec.training import TrainStep
-from harness.strategy.base import Strategy
-from harness.strategy.job import Job
-from harness.strategy.registry import make_strategy, with_defaults
+from harness.seam.base import Strategy
+from harness.seam.job import Job
+from harness.seam.registry import make_strategy, with_defaults
 from tests.unit.compared_runs import compared
 from tests.unit.made_results import run_row, trial_rows
 
@@ -47,7 +46,7 @@ class After(Before):
 def release(monkeypatch: pytest.MonkeyPatch) -> list[type[Strategy]]:
     """Classes of strategy `mine`, of which the last counts; tests may append others."""
     classes: list[type[Strategy]] = [Before]
-    monkeypatch.setattr(harness.strategy.registry, "strategies", lambda: {"mine": classes[-1]})
+    monkeypatch.setattr(harness.seam.registry, "strategies", lambda: {"mine": classes[-1]})
     return classes
 
 

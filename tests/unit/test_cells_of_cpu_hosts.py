@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from bench.expand import expand
-from bench.host import Host
-from bench.matrix import read_matrix
+from bench.matrix import Host, read_matrix
+from harness.cell.cell import Cell
 from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.run.expected import trial_seconds
-from harness.spec.cell import Cell
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
 

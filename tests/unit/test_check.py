@@ -15,14 +15,20 @@ import pytest
 
 from bench.cli.check import check
 from harness.analysis import consistency
-from harness.record.files import DamagedFile, OtherSchema, read_file, write_file
-from harness.record.integrity import check_folder, quarantine
+from harness.cell.cell import Cell
+from harness.cell.errors import DamagedFileWarning, DamagedRun, NoRuns
+from harness.record.files import (
+    VERSION,
+    VERSION_KEY,
+    DamagedFile,
+    OtherSchema,
+    arrow_schema,
+    read_file,
+    write_file,
+)
 from harness.record.run_record import RunRecord
-from harness.record.schema import VERSION, VERSION_KEY, arrow_schema
-from harness.record.store import Store, TrialKey
+from harness.record.store import Store, TrialKey, check_folder, quarantine
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
-from harness.spec.errors import DamagedFileWarning, DamagedRun, NoRuns
 from tests.commands import ask
 from tests.unit.stored_trials import one_cell_run, step, trial_row
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from harness.analysis.summary import cell_results
+from harness.cell.cell import Cell
+from harness.cell.errors import BadCheckpoint, Refused, UsageError
 from harness.record.checkpoint import NAME, Manifest
-from harness.spec.cell import Cell
-from harness.spec.errors import BadCheckpoint, Refused, UsageError
-from harness.strategy.registry import validate
+from harness.seam.registry import validate
 from harness.workloads import make_workload
 from reports.run_report import ran
 from reports.run_sections import run_text

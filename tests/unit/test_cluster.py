@@ -19,7 +19,7 @@ import yaml
 from bench.cluster.jobs import ClusterJob, batch_script, parse
 from bench.cluster.site import Nightly, Notify, Site, read_site
 from bench.execution import REQUEUED_SECONDS
-from harness.spec.errors import UsageError
+from harness.cell.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 SITES = sorted((ROOT / "slurm" / "sites").glob("*.yaml"))

@@ -17,10 +17,10 @@ from harness.analysis.ranking import compare
 from harness.analysis.selection import measured, select
 from harness.analysis.stats import ESTIMATES_COMPARED
 from harness.analysis.summary import summarised
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
 from reports.runs import markdown, page
 from tests.unit.compared_runs import CELL, NEW, OLD, OTHER, compared, frames, only, together
 from tests.unit.made_results import MIB, diverged_rows, left_out, trial_rows

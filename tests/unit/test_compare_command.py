@@ -10,11 +10,11 @@ import pytest
 
 from bench.cli.compare import compare
 from harness.analysis.selection import find_run, two_sides
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
 from tests import commands
 from tests.unit.compared_runs import CELL, NEW, OLD, OTHER
 from tests.unit.made_results import run_row, trial_rows

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from harness.spec.cell import Cell
+from harness.cell.cell import Cell
 from reports.runs import markdown, page
 from tests.unit.compared_runs import CELL, compared
 from tests.unit.html_page import HOSTILE, content_policy

@@ -9,11 +9,11 @@ import pytest
 from bench.planning import kept_or_new_plan
 from bench.run_options import CommandOptions
 from bench.select import baseline_choice
+from harness.cell.cell import Cell
 from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.run.allocation import not_compared, planned_headline, worth_launching
-from harness.spec.cell import Cell
 from tests.unit.stored_trials import trial_row
 
 STRATEGIES = ("ddp", "fsdp1", "fsdp2", "zero_redundancy", "collectives")

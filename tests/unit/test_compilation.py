@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from harness.cell.cell import Cell
 from harness.host.folders import cache_folder
-from harness.spec.cell import Cell
-from harness.strategy.job import Job
-from harness.strategy.registry import validate
+from harness.seam.job import Job
+from harness.seam.registry import validate
 from harness.worker import compilation
 from harness.worker.compilation import checked_compile_seconds, prepare_to_compile
 from harness.workloads import make_workload

@@ -9,12 +9,12 @@ import pytest
 
 from bench.planning import FROM_PYTHON, kept_or_new_plan
 from bench.run_options import CommandOptions
+from harness.cell.cell import Cell
+from harness.cell.errors import NoRuns, UsageError
 from harness.host.environment import environment
 from harness.record.plan import Plan
 from harness.record.run_record import RunRecord
 from harness.record.store import Store
-from harness.spec.cell import Cell
-from harness.spec.errors import NoRuns, UsageError
 from tests.unit.made_results import run_row
 
 CELLS = ({"strategy": "single", "workload": "llama-nano"},)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.control_levels import ControlLevels, control_levels
+from harness.analysis.consistency import ControlLevels, control_levels
+from harness.cell.cell import Cell
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
 from tests.unit.made_results import stored, trial_rows
 
 STRATEGIES = [f"strategy{number}" for number in range(12)]

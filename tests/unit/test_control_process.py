@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.spec.cell import Cell
+from harness.cell.cell import Cell
 from harness.worker.control_process import _Others
 from harness.worker.spec import TrialSpec
 from harness.workloads import DataSource

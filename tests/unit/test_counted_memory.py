@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from harness.cell.cell import Cell
+from harness.cell.training import Layout
 from harness.planner.cluster.footprint import WORKSPACE_BYTES, footprint
-from harness.planner.cluster.model_names import parse_shape
+from harness.planner.cluster.hf_config import parse_shape
 from harness.planner.cluster.recipe import SUITE_CELLS, Adapter, Precision, Recipe
 from harness.planner.rehearsal import ledger
 from harness.planner.rehearsal.rehearse import RankMemory, rehearse
-from harness.spec.cell import Cell
-from harness.spec.training import Layout
-from harness.strategy.registry import make_strategy
+from harness.seam.registry import make_strategy
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
 from tests.tiny_models import save_config

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness.measure.hardware_benchmark import measure_apart, measure_device_speed, median_seconds
-from harness.record.hardware_facts import SpeedMeasurement
+from harness.record.trial import SpeedMeasurement
 
 CPU = torch.device("cpu")
 

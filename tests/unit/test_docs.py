@@ -13,8 +13,8 @@ import yaml
 from bench.cluster.site import Nightly, Notify, Pods, Site
 from bench.matrix import HOME, matrix_names, read_matrix
 from harness.host.gpu_models import gpu_models
-from harness.record.schema import TABLES
-from harness.strategy.registry import strategies
+from harness.record.files import TABLES
+from harness.seam.registry import strategies
 from tests import pages
 from tests.unit.column_meanings import meanings
 

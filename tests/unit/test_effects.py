@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from bench.expand import expand
-from bench.host import Host
-from bench.matrix import read_matrix
+from bench.matrix import Host, read_matrix
 from harness.analysis.cell_result import CellResult, Memory, Placement, Speed
 from harness.analysis.effects import _mean_ratio, effects_of
 from harness.analysis.ranking import compare
 from harness.analysis.stats import CONFIDENCE, LogEstimate
-from harness.spec.cell import Cell
+from harness.cell.cell import Cell
 from reports.blocks import visible
 from reports.comparison_sections import COLUMNS, best_text, effects_blocks, rows_of
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.host.memory_limits import oom_kills
+from harness.cell.cell import Cell
+from harness.host.cores import oom_kills
 from harness.launch.outcome import Outcome, RankOutputs, classify_end
-from harness.spec.cell import Cell
 from harness.worker.rank_answer import RankAnswer
 
 CELL = Cell(strategy="ddp", devices=2)

@@ -14,12 +14,11 @@ import pytest
 
 from bench.select import baseline_choice
 from harness.analysis.answer import answer, nothing_to_choose, why_no_advice
-from harness.analysis.baseline import baseline_of
 from harness.analysis.cell_result import CellResult
-from harness.analysis.control import NONE, Window, adjustment
-from harness.analysis.estimates import Spread, moderated, prior
+from harness.analysis.estimates import NONE, Spread, Window, adjustment, moderated, prior
 from harness.analysis.ranking import (
     against_best,
+    baseline_of,
     compare,
     confident_that_beaten,
     gains,
@@ -27,7 +26,7 @@ from harness.analysis.ranking import (
 )
 from harness.analysis.stats import Comparison, LogEstimate, between_runs, ratio
 from harness.analysis.summary import cell_results
-from harness.spec.cell import Cell
+from harness.cell.cell import Cell
 from tests.unit.made_results import stored, trial_rows
 
 

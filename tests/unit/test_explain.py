@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from bench.cli.profile import find_cell, name_ranks
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.launch.outcome import Outcome
 from harness.measure.memory_kinds import peak_split
 from harness.measure.rank_traffic import Call, algorithm_bytes, counting, logical_bytes
@@ -24,9 +26,7 @@ from harness.record.run_record import RunRecord
 from harness.record.store import Store, load
 from harness.record.trial import TrialRecord
 from harness.run.profile import Theory, profile_record
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
-from harness.strategy.job import TrainState
+from harness.seam.job import TrainState
 from harness.worker.rank_answer import ProfiledAnswer, RankAnswer
 from harness.worker.rank_profile import events_of, training_thread
 from tests.unit.stored_trials import one_cell_run

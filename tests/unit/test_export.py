@@ -17,16 +17,15 @@ from typer.testing import CliRunner
 
 from bench.cli import app
 from bench.expand import cells_of, expand
-from bench.host import Host
-from bench.matrix import read_matrix
+from bench.matrix import Host, read_matrix
 from bench.select import find_cells, plainest
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.export import TARGETS, export_files, plan_of, taken_by, write_files
 from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.run.runner import Runner
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
-from harness.strategy.registry import make_strategy
+from harness.seam.registry import make_strategy
 from harness.workloads import make_workload
 from tests.tiny_models import save_config
 from tests.unit.test_cli import bench

@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 
 from bench.cli import app
 from bench.expand import expand
-from bench.host import host_of
-from bench.matrix import parse_changes, read_matrix
+from bench.matrix import host_of, parse_changes, read_matrix
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.host.gpu_models import gpu_models, gpu_named
 from harness.planner.cluster.footprint import footprint
-from harness.planner.cluster.model_names import parse_shape
+from harness.planner.cluster.hf_config import parse_shape
 from harness.planner.cluster.recipe import (
     ATTENTION,
     STATES,
@@ -31,10 +32,8 @@ from harness.planner.cluster.recipe import (
     Recipe,
     Sharding,
 )
-from harness.planner.finetune.speed import link_bytes_per_second, tokens_per_second
+from harness.planner.fits import link_bytes_per_second, tokens_per_second
 from harness.planner.rehearsal.rehearse import rehearse
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 H200 = ROOT / "results/reference/h200-141gb/finetune.csv"

@@ -14,11 +14,11 @@ import pytest
 
 from bench.cli.report import Format, report
 from harness.analysis.summary import cells as summarise
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
+from harness.record.files import TABLES
 from harness.record.run_record import RunRecord
-from harness.record.schema import TABLES
 from harness.record.store import Results, Store
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
 from reports.export_records import FIGURES, IDENTITY, LISTS, as_csv, as_json
 from reports.run_report import RunReport, ran
 from reports.run_sections import SECTIONS, run_page, run_text

@@ -17,9 +17,11 @@ from bench.planning import kept_or_new_plan
 from bench.run_options import CommandOptions
 from harness.analysis.answer import answer, undecided
 from harness.analysis.cell_result import CellResult
-from harness.analysis.precision import precision
+from harness.analysis.ranking import precision
 from harness.analysis.setting import by_setting, timed
 from harness.analysis.summary import cell_results
+from harness.cell.cell import Cell
+from harness.cell.training import EMULATED, EXACT, rounding_alone
 from harness.parity.verdict import allowed_deviation
 from harness.record.plan import Plan
 from harness.record.store import Store
@@ -29,10 +31,8 @@ from harness.run.allocation import (
     planned_headline,
     worth_launching,
 )
-from harness.spec.cell import Cell
-from harness.spec.training import EMULATED, EXACT, rounding_alone
-from harness.strategy.optimizers import TOLERANCES
-from harness.strategy.registry import make_strategy
+from harness.seam.optimizers import TOLERANCES
+from harness.seam.registry import make_strategy
 from harness.workloads import make_workload
 from reports.groups import find_groups, headline
 from reports.run_report import ran
@@ -147,7 +147,7 @@ def test_an_emulated_training_differs_from_one_process(tmp_path: Path) -> None:
 @functools.cache
 def planned(host: str) -> Plan:
     options = CommandOptions(matrix="full", host=host)
-    return kept_or_new_plan(Store(Path("nowhere")), options, resume=False)[0]
+    return kept_or_new_plan(Store(Path("nowhere")), options)[0]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.cell.cell import Cell
 from harness.host.tcp_store import RENDEZVOUS_SECONDS
 from harness.launch.outcome import RankOutputs, classify_end
 from harness.launch.watch import (
@@ -24,7 +25,6 @@ from harness.launch.watch import (
     ask_ranks,
     missing,
 )
-from harness.spec.cell import Cell
 from harness.worker.rank_answer import answer_file
 from harness.worker.reporting import RENDEZVOUS, GroupState, Heartbeat, read_beat
 from harness.worker.spec import stacks_file

@@ -10,8 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from harness.analysis.heats import heat_of, joined, quasi_variances
-from harness.analysis.race import contenders
+from harness.analysis.race import contenders, heat_of, joined, quasi_variances
 from harness.analysis.ranking import against_best, gains
 from harness.analysis.stats import LogEstimate, added_level_error, ratio
 

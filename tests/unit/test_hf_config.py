@@ -11,8 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench.cli import app
-from harness.planner.cluster.hf_config import SIZES, TEXT_SIZES
-from harness.planner.cluster.model_names import parse_shape
+from harness.planner.cluster.hf_config import SIZES, TEXT_SIZES, parse_shape
 from harness.planner.cluster.model_shape import ModelShape
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts

@@ -17,11 +17,11 @@ from hypothesis import strategies as some
 from bench.cli.compare import compare
 from harness.analysis.history import FALSE_ALARM_RATE, MIN_RUNS, change_points, histories
 from harness.analysis.selection import measured
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
 from reports.cell_detail import sparkline
 from tests import commands
 from tests.unit.made_results import MIB, left_out, run_row, trial_rows

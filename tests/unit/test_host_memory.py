@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from bench.host import Host
+from bench.matrix import Host
+from harness.cell.cell import Cell
 from harness.host import cores, environment
-from harness.host.memory_limits import available_memory_bytes, memory_bytes
+from harness.host.cores import available_memory_bytes, memory_bytes
 from harness.parity.reference import Reference
 from harness.record.store import TrialKey
 from harness.run import prepared
-from harness.spec.cell import Cell
 
 GIB = 2**30
 

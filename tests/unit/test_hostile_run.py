@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from harness.cell.cell import Cell
 from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.record.table import Record
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
 from reports import runs, site
 from reports.cell_detail import in_full
 from reports.export_records import as_csv, as_json

@@ -10,13 +10,13 @@ import pytest
 
 from bench.execution import prepare
 from bench.run_options import CommandOptions
+from harness.cell.cell import Cell
+from harness.cell.errors import DamagedFileWarning
 from harness.host.environment import environment
 from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.run.expected import MOST_RUNS, expected_seconds
-from harness.spec.cell import Cell
-from harness.spec.errors import DamagedFileWarning
 from tests.unit.stored_trials import one_cell_run, trial_row
 
 CELL, RARE = (Cell(strategy="single", workload="llama-nano", seed=seed) for seed in (0, 1))

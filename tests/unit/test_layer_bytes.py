@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
+from harness.cell.cell import Cell
 from harness.host.gpu_models import gpu_models
 from harness.planner.cluster.calibration import load
 from harness.planner.cluster.footprint import WORKSPACE_BYTES, footprint, layer_bytes
 from harness.planner.cluster.hardware import cluster_of
-from harness.planner.cluster.model_names import parse_shape
+from harness.planner.cluster.hf_config import parse_shape
 from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.prediction import predict
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
 from harness.planner.cluster.recipe import Adapter, Recipe, Recompute, quantised_parameters
-from harness.planner.finetune.speed import tokens_per_second
+from harness.planner.fits import tokens_per_second
 from harness.planner.rehearsal.rehearse import rehearse
-from harness.spec.cell import Cell
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES: dict[str, Any] = {

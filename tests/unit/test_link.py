@@ -11,15 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from bench.expand import expand
-from bench.host import Host
-from bench.matrix import Matrix, read_matrix
+from bench.matrix import Host, Matrix, read_matrix
+from harness.cell.cell import Cell, Link, link_text
+from harness.cell.errors import UsageError
 from harness.links.emulated import shares
 from harness.links.switch import burst_bytes
-from harness.nodes.node import _received
-from harness.record.hardware_facts import shared_machine
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
-from harness.spec.link import Link, link_text
+from harness.nodes.agent import _received
+from harness.record.trial import shared_machine
 
 HOST = Host("cpu", 2, 2**34)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from harness.cell.cell import Cell
 from harness.record.profile_record import ProfileRecord
 from harness.record.store import Results
-from harness.spec.cell import Cell
 from reports import links_section
 from reports.blocks import plain_text, spans
 from reports.links_section import Chapter

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from bench.cluster.jobs import ClusterJob
-from bench.cluster.manifests import manifests
+from bench.cluster import Target
+from bench.cluster.jobs import ClusterJob, manifests
 from bench.cluster.site import Pods, Site
-from bench.cluster.target import Target
+from harness.cell.errors import UsageError
 from harness.nodes.rendezvous import KEY, KEY_FILE
-from harness.spec.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 PODS = Pods(image="example.org/bench:1", claim="kept", accelerator="H100")

@@ -10,10 +10,9 @@ import pytest
 import yaml
 
 from bench.expand import expand
-from bench.host import Host
-from bench.matrix import HOME, matrix_names, parse_bytes, parse_changes, read_matrix
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
+from bench.matrix import HOME, Host, matrix_names, parse_bytes, parse_changes, read_matrix
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 
 CPU = Host("cpu", 2, 24 * 2**30)
 GPU = Host("cuda", 1, 80 * 2**30)
@@ -220,7 +219,7 @@ def test_every_matrix_of_the_suite_expands(name: str, monkeypatch: pytest.Monkey
 
 
 def test_full_names_every_strategy_of_the_suite() -> None:
-    from harness.strategy.registry import strategies
+    from harness.seam.registry import strategies
 
     expanded = expand(read_matrix("full"), CPU)
     ours = {name for name, cls in strategies().items() if cls.__module__.startswith("harness.")}

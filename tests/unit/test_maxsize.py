@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.analysis.maxsize import Holding, MaxsizeResult, limits, maxsize_results, order_notes
+from harness.cell.cell import Cell
 from harness.launch.outcome import Outcome, RankOutputs, classify_end
 from harness.measure.memory_kinds import phase, shortage
 from harness.measure.peak_memory import MemoryMeter
@@ -31,9 +32,8 @@ from harness.run.maxsize import (
     wide_size,
 )
 from harness.run.runner import Runner, SilentListener
-from harness.spec.cell import Cell
-from harness.strategy.job import TrainState
-from harness.strategy.peak_memory import activation_bytes, peak_bytes, states_by_formula
+from harness.seam.job import TrainState
+from harness.seam.peak_memory import activation_bytes, peak_bytes, states_by_formula
 from harness.worker.spec import log_file
 from harness.workloads import make_workload
 from harness.workloads.counts import _count, model_facts, parameters_of
@@ -118,7 +118,7 @@ def test_facts_of_a_model_that_grows_are_those_of_a_walk(suffix: str) -> None:
 
 def test_a_size_is_one_of_its_family() -> None:
     assert cell_at_size(cell_at_size(base(), 5), 1) == base()
-    from harness.spec.errors import UsageError
+    from harness.cell.errors import UsageError
 
     with pytest.raises(UsageError, match="unknown workload 'gpt2-64x5'"):
         make_workload("gpt2-64x5")
@@ -315,7 +315,7 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_bench_run_does_not_resume_a_search(tmp_path: Path) -> None:
-    from harness.spec.errors import NothingToResume
+    from harness.cell.errors import NothingToResume
 
     _, _, store = searched(tmp_path)
     with pytest.raises(NothingToResume):

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from harness.analysis.losses import mean_losses
+from harness.analysis.cell_result import disturbances
+from harness.analysis.consistency import mean_losses
 from harness.analysis.stats import (
     efficiency,
     mean_of_cycles,
@@ -21,8 +22,8 @@ from harness.analysis.stats import (
     slowest,
     trend,
 )
-from harness.analysis.trials import disturbances
-from harness.analysis.utilization import mfu
+from harness.analysis.summary import mfu
+from harness.cell.cell import Cell
 from harness.host.gpu_models import peak_flops_per_second
 from harness.measure.clock import bubble_fraction, busy_fraction, timed_step
 from harness.measure.peak_memory import imbalance
@@ -40,7 +41,6 @@ from harness.measure.resource_use import (
 )
 from harness.record.run_record import RankStep
 from harness.run.metrics import timed_seconds
-from harness.spec.cell import Cell
 from harness.worker.rank_answer import CpuTime
 from harness.worker.spec import begins_turn
 from harness.workloads.counts import ModelFacts

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from harness.measure.routing import ExpertTokens, counted, imbalance_of_experts, routers_of
+from harness.cell.cell import Cell
+from harness.cell.errors import Refused, Unavailable
+from harness.measure.rank_traffic import ExpertTokens, counted, imbalance_of_experts, routers_of
 from harness.parity.verdict import allowed_deviation
 from harness.record.trial import TrialRecord
 from harness.run import metrics
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused, Unavailable
+from harness.seam.formulas import unit_sizes
+from harness.seam.registry import make_strategy, validate
 from harness.strategies import _distributed as mesh
-from harness.strategy.formulas import unit_sizes
-from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload
 from harness.workloads.counts import ModelFacts, model_facts
 from harness.workloads.recompute import recompute_blocks

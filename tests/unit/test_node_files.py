@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.nodes import files
-from harness.nodes.files import FileFact, Offer, OwnFiles, in_own_cache
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
+from harness.nodes import protocol
+from harness.nodes.protocol import FileFact, Offer, OwnFiles, in_own_cache
 from harness.nodes.rendezvous import KEY, KEY_FILE, Rendezvous, new_key, parse_rendezvous
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
 from harness.worker.spec import TrialSpec
 from harness.workloads import DataSource
 
@@ -20,7 +20,7 @@ from harness.workloads import DataSource
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrialSpec:
     """A trial whose files in the coordinator's cache have several chunks; the agent's is empty."""
-    monkeypatch.setattr(files, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(protocol, "CHUNK_BYTES", 1000)
     monkeypatch.setenv("PARALLELISM_BENCH_CACHE", str(tmp_path / "agent"))
     head = tmp_path / "head"
     for name in ("references/k/final.safetensors", "references/k/reference.json", "data/d.npy"):

@@ -15,16 +15,17 @@ from pathlib import Path
 import pytest
 
 from bench.expand import expand
-from bench.host import Host
-from bench.matrix import Matrix
+from bench.matrix import Host, Matrix
 from harness.analysis.summary import cell_results
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.host.cores import oversubscribed
 from harness.host.environment import numa_nodes
 from harness.host.process import machine_id
 from harness.launch.outcome import RankOutputs, classify_end
+from harness.nodes.agent import Node, link_speed
 from harness.nodes.coordinator import Nodes
 from harness.nodes.multi_node_trial import Trial
-from harness.nodes.node import Node, link_speed
 from harness.nodes.protocol import NodeConnection, reach_coordinator
 from harness.nodes.rendezvous import (
     Rendezvous,
@@ -33,15 +34,12 @@ from harness.nodes.rendezvous import (
     interface_of,
     new_key,
 )
-from harness.record.hardware_facts import distinct_cores, shared_machine
 from harness.record.plan import LeftOut, Plan
 from harness.record.run_record import RunRecord
 from harness.record.store import Store, TrialKey
-from harness.record.trial import TrialRecord
-from harness.run.rows import left_out_record
+from harness.record.trial import TrialRecord, distinct_cores, shared_machine
+from harness.run.metrics import left_out_record
 from harness.run.runner import Runner
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
 from harness.worker.rank_answer import FailureAnswer, RankAnswer
 from harness.worker.spec import TrialSpec
 from harness.workloads import DataSource

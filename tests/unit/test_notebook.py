@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from harness.cell.cell import Cell
 from harness.record.run_record import RunRecord, StepRecord
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
 from tests.unit.made_results import left_out, run_row, trial_rows
 
 PAGE = Path(__file__).parents[2] / "docs" / "notebook.md"

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from bench.cli import main
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.workloads import make_workload, prepare_data
 from tests.ranks.test_own_data import LABELS, TEXTS, pictures, table
 

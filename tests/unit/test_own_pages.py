@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from harness.host.own_pages import copy_shared_pages
+from harness.host.process import copy_shared_pages
 
 PAGES = 4096
 FORKED = f"""
 import mmap, os, resource, sys
-from harness.host.own_pages import copy_shared_pages
+from harness.host.process import copy_shared_pages
 import numpy
 memory = mmap.mmap(-1, {PAGES} * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 memory.madvise(mmap.MADV_NOHUGEPAGE)

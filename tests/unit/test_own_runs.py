@@ -14,10 +14,10 @@ import pytest
 from bench import api
 from bench.cli.fits import fits
 from bench.cli.plan import plan
+from harness.cell.errors import UsageError
 from harness.host.gpu_models import gpu_named
 from harness.planner.cluster.anchor import BIAS, NOISE, USUAL_FACTOR, anchor_of
 from harness.planner.own_runs import TABLE, fit_error, measured_trainings
-from harness.spec.errors import UsageError
 from tests.commands import told
 
 H200 = Path(__file__).parents[2] / "results" / "reference" / "h200-141gb"

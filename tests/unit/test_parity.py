@@ -9,11 +9,12 @@ from unittest import mock
 
 import pytest
 
-from harness.analysis.losses import loss_deviations
-from harness.parity.deviations import Deviations
-from harness.parity.reference import Noise
+from harness.analysis.consistency import loss_deviations
+from harness.cell.cell import Cell
+from harness.cell.training import EXACT, Tolerance, rounding_alone
+from harness.parity.comparison import with_replicas
+from harness.parity.reference import Deviations, Noise
 from harness.parity.reference_runs import reference_cell
-from harness.parity.replicas import with_replicas
 from harness.parity.verdict import (
     PRECISION,
     allowed_deviation,
@@ -23,11 +24,9 @@ from harness.parity.verdict import (
 )
 from harness.run.prepared import PreparedTrial
 from harness.run.references import _Judging
-from harness.spec.cell import Cell
-from harness.spec.training import EXACT, Tolerance, rounding_alone
-from harness.strategy.base import Emulation
-from harness.strategy.registry import make_strategy
-from harness.strategy.whole_state import plain_name
+from harness.seam.base import Emulation
+from harness.seam.checkpoints import plain_name
+from harness.seam.registry import make_strategy
 from harness.workloads import make_workload
 
 LOOSE = Tolerance(1e-2, 0.5, "coarse rounding")

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from bench.expand import expand
-from bench.host import Host
-from bench.matrix import read_matrix
+from bench.matrix import Host, read_matrix
+from harness.cell.cell import Cell
+from harness.cell.errors import Refused, Unavailable, UsageError
 from harness.planner.rehearsal.rehearse import rehearse
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused, Unavailable, UsageError
-from harness.strategy.peak_memory import activation_bytes, peak_bytes
-from harness.strategy.registry import make_strategy
+from harness.seam.peak_memory import activation_bytes, peak_bytes
+from harness.seam.registry import make_strategy
 
 MIB = 2**20
 SIZES: dict[str, Any] = {"workload": "llama-128x4", "sequence_length": 128, "global_batch": 16}

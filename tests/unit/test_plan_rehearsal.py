@@ -12,16 +12,16 @@ from typer.testing import CliRunner
 
 from bench.api import tried_options
 from bench.cli import app
+from harness.cell.cell import Cell
 from harness.planner.cluster.calibration import load
 from harness.planner.cluster.cluster_plan import ClusterCandidate, plan
 from harness.planner.cluster.footprint import WORKSPACE_BYTES, footprint
 from harness.planner.cluster.hardware import cluster_of
+from harness.planner.cluster.hf_config import parse_shape
 from harness.planner.cluster.layout_memory import recipe_of
-from harness.planner.cluster.model_names import parse_shape
 from harness.planner.cluster.question import ClusterQuestion
 from harness.planner.cluster.recipe import RECOMPUTE, Precision
 from harness.planner.follow_up import cells_of_layouts, rehearsed_bytes
-from harness.spec.cell import Cell
 
 thorough = pytest.mark.thorough
 quiet = pytest.mark.filterwarnings("ignore")

@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.cli import main
+from harness.cell.errors import UsageError
 from harness.planner.cluster.calibration import DEFAULT, load
 from harness.planner.cluster.cluster_plan import GOALS, explanation, open_questions, plan
 from harness.planner.cluster.hardware import Cluster, cluster_of
+from harness.planner.cluster.hf_config import named_shapes, parse_shape
 from harness.planner.cluster.layout_memory import capped, model_states
-from harness.planner.cluster.model_names import named_shapes, parse_shape
 from harness.planner.cluster.model_shape import ModelShape, empty_stages, numbered_stages
 from harness.planner.cluster.question import (
     ClusterQuestion,
@@ -31,7 +32,6 @@ from harness.planner.cluster.question import (
 )
 from harness.planner.cluster.recipe import STATES
 from harness.planner.cluster.step_time import one_forward_one_backward
-from harness.spec.errors import UsageError
 
 ZERO_TABLE = """
 1    120/120/120     2048/2048/2048 16000/16000/16000

@@ -33,9 +33,10 @@ from docs.studies.planner_scores import (
     parts_by_nodes,
     score,
 )
+from harness.cell.errors import UsageError
 from harness.planner.cluster.calibration import load, priors_of
 from harness.planner.cluster.hardware import cluster_of
-from harness.planner.cluster.model_names import named_shapes
+from harness.planner.cluster.hf_config import named_shapes
 from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.question import (
     ClusterQuestion,
@@ -43,7 +44,6 @@ from harness.planner.cluster.question import (
     PlannedLayouts,
     enumerate_layouts,
 )
-from harness.spec.errors import UsageError
 from tests.commands import ask, told
 
 DATA = Path(os.environ.get("BENCH_PLANNER_DATA", ""))

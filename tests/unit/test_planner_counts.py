@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from harness.planner.cluster.model_names import named_shapes, parse_shape
+from harness.cell.errors import UsageError
+from harness.planner.cluster.hf_config import named_shapes, parse_shape
 from harness.planner.follow_up import workload_of
-from harness.spec.errors import UsageError
 from harness.workloads import make_workload
 from tests.unit.test_hf_config import LLAMA, SMALL
 

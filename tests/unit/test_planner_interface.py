@@ -11,8 +11,8 @@ import pytest
 from bench import api
 from bench.cli.fits import fits
 from bench.cli.plan import plan
+from harness.cell.errors import UsageError
 from harness.planner.cluster.question import PlannedLayout
-from harness.spec.errors import UsageError
 
 SMALL = {"devices": 2, "batch": 8, "sequence_length": 1024, "link": "nvlink", "precision": "fp32"}
 

@@ -12,7 +12,7 @@ from harness.planner.cluster.calibration import load
 from harness.planner.cluster.cluster_plan import ClusterCandidate, plan
 from harness.planner.cluster.footprint import MOST_CERTAIN
 from harness.planner.cluster.hardware import cluster_of
-from harness.planner.cluster.model_names import parse_shape
+from harness.planner.cluster.hf_config import parse_shape
 from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.prediction import predict
 from harness.planner.cluster.question import (

@@ -11,7 +11,7 @@ import pytest
 from docs.studies.planner_widths import published_errors, published_runs
 from harness.planner.cluster.calibration import load
 from harness.planner.cluster.hardware import cluster_of
-from harness.planner.cluster.model_names import parse_shape
+from harness.planner.cluster.hf_config import parse_shape
 from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.prediction import UNMEASURED, predict
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from harness.planner.cluster.calibration import Floats, load
 from harness.planner.cluster.cluster_plan import plan
 from harness.planner.cluster.hardware import cluster_of
+from harness.planner.cluster.hf_config import parse_shape
 from harness.planner.cluster.layout_memory import memory
-from harness.planner.cluster.model_names import parse_shape
 from harness.planner.cluster.prediction import TRIED, predict, ranked
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
 

@@ -13,7 +13,7 @@ from bench.cli.plan import plan as command
 from harness.planner.cluster.calibration import load
 from harness.planner.cluster.cluster_plan import device_counts, neighbours, sweep
 from harness.planner.cluster.hardware import cluster_of
-from harness.planner.cluster.model_names import named_shapes
+from harness.planner.cluster.hf_config import named_shapes
 from harness.planner.cluster.question import ClusterQuestion
 from tests.commands import told
 

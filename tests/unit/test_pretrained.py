@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from bench.expand import expand
-from bench.host import Host
-from bench.matrix import read_matrix
+from bench.matrix import Host, read_matrix
+from harness.cell.cell import Cell
+from harness.cell.errors import Refused, UsageError
 from harness.export import plan_of
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused, UsageError
+from harness.seam.registry import make_strategy, validate
 from harness.strategies._accelerate_config import block_classes
 from harness.strategies.fsdp1 import wrap_policy
-from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import ModelFacts, model_facts
 from harness.workloads.workload import made_up_spectra

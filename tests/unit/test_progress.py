@@ -9,9 +9,9 @@ from rich.console import Console
 
 from bench.cli import run_progress as progress
 from bench.cli.run_progress import RunProgress
+from harness.cell.cell import Cell
 from harness.record.plan import Plan
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
 from tests.unit.stored_trials import trial_row
 
 CELLS = (Cell(strategy="single"), Cell(strategy="ddp", devices=2))

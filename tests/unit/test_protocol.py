@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.launch.outcome import RankOutputs
 from harness.nodes.coordinator import Nodes
 from harness.nodes.protocol import (
@@ -26,8 +28,6 @@ from harness.nodes.protocol import (
     secure,
 )
 from harness.nodes.rendezvous import Rendezvous, default_interface, new_key
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
 from harness.worker.rank_answer import FailureAnswer, RankAnswer
 from harness.worker.spec import TrialSpec
 from harness.workloads import DataSource

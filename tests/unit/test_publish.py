@@ -18,11 +18,11 @@ import pytest
 
 from bench.cli.publish import publish
 from harness.analysis.summary import cells as summarise
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.record.run_record import RunRecord, StepRecord
 from harness.record.store import Results, Store
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
 from reports.export_records import AXES
 from reports.export_records import PUBLISHED as FIGURES
 from reports.publish import CELL_TAG, LIBRARIES, PREFIX, RUN_TAG, cell_folder, quiet

@@ -9,7 +9,7 @@ import pytest
 import bench
 from bench.cli.run import run as command_run
 from bench.run_options import command_line
-from harness.spec.errors import UsageError
+from harness.cell.errors import UsageError
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from harness.cell.cell import Cell
+from harness.cell.errors import Refused
 from harness.export import plan_of
-from harness.parity.gradient_norms import allowed_norm, norm_deviations, with_norms
+from harness.parity.later import allowed_norm, norm_deviations, with_norms
 from harness.parity.reference_runs import reference_cell, rounded_differently
 from harness.parity.verdict import ParityVerdict
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused
-from harness.strategy.recipe import clip_gradients, learning_rate_factor, parameter_groups
-from harness.strategy.registry import make_strategy, validate
+from harness.seam.recipe import clip_gradients, learning_rate_factor, parameter_groups
+from harness.seam.registry import make_strategy, validate
 from harness.worker.batches import IGNORED, Batches, BatchRecipe
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.dropout import Masks, mask, place_dropout

@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.cli.maxsize import _changes
+from harness.cell.cell import Cell
+from harness.cell.errors import Refused, UsageError
+from harness.cell.training import Batch
 from harness.measure.memory_kinds import peak_split
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused, UsageError
-from harness.spec.training import Batch
-from harness.strategy.job import Job
-from harness.strategy.peak_memory import peak_bytes, states_by_formula
-from harness.strategy.registry import make_strategy, validate, with_defaults
+from harness.seam.job import Job
+from harness.seam.peak_memory import peak_bytes, states_by_formula
+from harness.seam.registry import make_strategy, validate, with_defaults
 from harness.workloads import counts, make_workload
 from harness.workloads import recompute as products_of
 from harness.workloads.counts import _count, model_facts

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from harness.cell.cell import Cell
+from harness.cell.errors import Refused, UsageError
+from harness.cell.redaction import REDACTED, redacted, secrets_of
 from harness.launch.outcome import LOG_TAIL_BYTES, RankOutputs
 from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused, UsageError
-from harness.spec.redaction import REDACTED, redacted, secrets_of
 from harness.worker.spec import log_file, stacks_file
 from tests.unit.made_results import run_row
 from tests.unit.stored_trials import trial_row

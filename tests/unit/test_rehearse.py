@@ -14,6 +14,8 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from bench.cli import app
+from harness.cell.errors import Refused, UsageError
+from harness.cell.training import Layout
 from harness.planner.rehearsal.ledger import KINDS, Ledger, StepRegion
 from harness.planner.rehearsal.rehearse import (
     DEPTHS,
@@ -24,10 +26,8 @@ from harness.planner.rehearsal.rehearse import (
     rehearse,
 )
 from harness.planner.rehearsal.world import SUBSTITUTIONS, CopyableFakeMode, fake_rank
-from harness.spec.errors import Refused, UsageError
-from harness.spec.training import Layout
-from harness.strategy.job import Job
-from harness.strategy.registry import make_strategy
+from harness.seam.job import Job
+from harness.seam.registry import make_strategy
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
 from tests.ranks.conftest import cell

@@ -13,11 +13,11 @@ import typer
 from typer.testing import CliRunner
 
 from bench.cli.report import report
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.record.store import Results
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
-from harness.strategy.registry import strategies
+from harness.seam.registry import strategies
 from reports import write_report
 from tests.unit.html_page import HOSTILE, Page, content_policy, page_of
 from tests.unit.made_results import MIB, diverged_rows, left_out, states, stored, trial_rows

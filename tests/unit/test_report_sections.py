@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from bench.cli import terminal as show
-from harness.analysis.control_levels import ControlLevel, ControlLevels
+from harness.analysis.consistency import ControlLevel, ControlLevels
 from harness.analysis.setting import systems
 from harness.analysis.summary import cell_results
+from harness.cell.cell import Cell
 from harness.record.store import Results
-from harness.spec.cell import Cell
 from reports import blocks as ui
 from reports import memory_sections, time_sections
 from reports.blocks import plain_text, spans

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from bench.cli import terminal as show
+from harness.analysis.cell_result import CAUSES
 from harness.analysis.summary import cell_results
 from harness.analysis.summary import cells as summarise
-from harness.analysis.trials import CAUSES
+from harness.cell.cell import Cell
 from harness.record.store import Results
-from harness.spec.cell import Cell
 from reports.groups import Group
 from reports.text import deviation, number, shortened, shortened_apart, signed, size
 from tests.unit.html_page import Page, page_of

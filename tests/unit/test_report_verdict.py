@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from harness.analysis.summary import cell_results
+from harness.cell.cell import Cell
 from harness.record.store import Results
-from harness.spec.cell import Cell
 from reports.groups import find_groups, headline, pareto
 from reports.run_report import ran
 from reports.run_sections import run_text

@@ -19,8 +19,8 @@ from bench.published import (
     require_hardware,
 )
 from harness.analysis.summary import cell_results
-from harness.spec.errors import UsageError
-from harness.strategy.registry import validate
+from harness.cell.errors import UsageError
+from harness.seam.registry import validate
 from harness.workloads import make_workload
 from tests.commands import ask, told
 from tests.unit.made_results import MIB, left_out, stored, trial_rows

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from harness.cell.cell import Cell
 from harness.run.references import _without_ahead
-from harness.spec.cell import Cell
-from harness.strategy.job import TrainState
+from harness.seam.job import TrainState
 from harness.worker.rewind import AHEAD, MemoryCheckpoint, Rewinds, numbers_steps
 
 CELL = Cell(strategy="ddp", workload="llama-nano", devices=2)

@@ -20,6 +20,7 @@ from bench.planning import kept_or_new_plan
 from bench.run_options import CommandOptions
 from harness.analysis.race import MOST_IN_HEAT, Entrants, contenders, next_heats, top_two
 from harness.analysis.stats import LogEstimate
+from harness.cell.cell import Cell
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import reference_key
 from harness.record.plan import LeftOut, Plan
@@ -29,7 +30,6 @@ from harness.record.trial import TrialRecord
 from harness.run.allocation import TimeBudget, launches_per_round, not_compared
 from harness.run.prepared import REWOUND_ELSEWHERE, PreparedTrial
 from harness.run.runner import Runner
-from harness.spec.cell import Cell
 from tests.unit.stored_trials import one_cell_run, trial_row
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.record.run_lock import sole_writer
-from harness.spec.errors import UsageError
+from harness.cell.errors import UsageError
+from harness.record.store import sole_writer
 
 HOLDER = """
 import sys
 from pathlib import Path
-from harness.record.run_lock import sole_writer
+from harness.record.store import sole_writer
 with sole_writer(Path(sys.argv[1]), "run-1", (int(sys.argv[2]), int(sys.argv[3]))):
     print("held", flush=True)
     sys.stdin.read()

@@ -15,11 +15,11 @@ import pytest
 from bench.cli.report import report
 from harness.analysis.compare import compare_sides
 from harness.analysis.selection import select
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.record.run_record import RunRecord
 from harness.record.store import Results, Store
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
 from reports import runs, site
 from reports.run_report import only
 from reports.runs import SECTIONS, runs_page, runs_text

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from harness.cell.errors import UsageError
 from harness.host.folders import (
     PREFIX,
     host_marks,
@@ -23,7 +24,6 @@ from harness.host.folders import (
     scratch_folder,
     write_atomically,
 )
-from harness.spec.errors import UsageError
 
 HOLDER = """
 import sys, time

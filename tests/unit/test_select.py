@@ -22,12 +22,12 @@ from bench.select import (
     with_options,
 )
 from harness.analysis.selection import measured
+from harness.cell.cell import Cell
+from harness.cell.errors import DamagedFileWarning, NoRuns, UsageError
 from harness.record.plan import Plan, resumable
 from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
-from harness.spec.errors import DamagedFileWarning, NoRuns, UsageError
 from tests.unit.made_results import run_row, trial_rows
 
 PLAIN = Cell(strategy="ddp", devices=2)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import Batch, Layout
+from harness.cell.cell import Cell
+from harness.cell.errors import Refused, Unavailable
+from harness.cell.training import Batch, Layout
+from harness.seam.registry import make_strategy, validate
 from harness.strategies._sequence import SequencePart, even_attention, exchanged_for_heads
-from harness.strategy.registry import make_strategy, validate
 from harness.workloads import make_workload
 from harness.workloads.counts import ModelFacts, model_facts
 

@@ -12,14 +12,14 @@ from bench import api
 from bench.api import tried_options
 from bench.cli.plan import plan as command
 from bench.expand import cells_of
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.planner.cluster.cluster_plan import open_questions
 from harness.planner.cluster.hardware import cluster_of
 from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout
 from harness.planner.follow_up import cells_of_layout, cells_of_layouts, first_export, matrix_file
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
-from harness.strategy.registry import make_strategy
+from harness.seam.registry import make_strategy
 from tests.commands import ask, told
 
 SHAPE = ModelShape("llama-7b", 32, 4096, 32, 11008, 32000)

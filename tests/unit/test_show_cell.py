@@ -15,12 +15,12 @@ from rich.console import Console
 
 from bench.cli import terminal
 from bench.cli.show import show
+from harness.cell.cell import Cell
+from harness.cell.errors import NoRuns, UsageError
 from harness.record.profile_record import COMPONENTS, ProfileRecord
 from harness.record.run_record import RunRecord, StepRecord
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
-from harness.spec.errors import NoRuns, UsageError
 from reports.cell_detail import STEPS, in_full, sparkline
 from tests import commands
 from tests.unit.html_page import HOSTILE

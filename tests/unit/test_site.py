@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from harness.cell.cell import Cell
+from harness.cell.errors import DamagedRun
 from harness.record.store import Store
-from harness.spec.cell import Cell
-from harness.spec.errors import DamagedRun
 from reports.site import INDEX, write_site
 from tests.unit.html_page import Page
 from tests.unit.made_results import stored, trial_rows

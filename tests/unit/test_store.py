@@ -10,20 +10,12 @@ from typing import Any
 
 import pytest
 
-from harness.record.files import RunFiles, write_file
-from harness.record.integrity import check_folder
+from harness.cell.cell import Cell
+from harness.cell.errors import DamagedFileWarning, NoRuns, NotRecorded, NotWritable, UsageError
+from harness.record.files import TABLES, VERSION, RunFiles, arrow_schema, write_file
 from harness.record.run_record import ConclusionRecord, RunRecord
-from harness.record.schema import TABLES, VERSION, arrow_schema
-from harness.record.store import Store, TrialKey, load
+from harness.record.store import Store, TrialKey, check_folder, load
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
-from harness.spec.errors import (
-    DamagedFileWarning,
-    NoRuns,
-    NotRecorded,
-    NotWritable,
-    UsageError,
-)
 from tests.unit.stored_trials import one_cell_run, step, trial_row
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from harness.cell.cell import BASELINE, Cell
+from harness.cell.errors import Refused, Unavailable, UsageError
+from harness.cell.training import Layout
 from harness.export import TARGETS
 from harness.host.environment import environment
-from harness.record.schema import TABLES, arrow_schema
-from harness.spec.cell import BASELINE, Cell
-from harness.spec.errors import Refused, Unavailable, UsageError
-from harness.spec.training import Layout
-from harness.strategy.base import Strategy
-from harness.strategy.job import Job
-from harness.strategy.optimizers import optimizer_bytes
-from harness.strategy.registry import (
+from harness.record.files import TABLES, arrow_schema
+from harness.seam.base import Strategy
+from harness.seam.job import Job
+from harness.seam.optimizers import optimizer_bytes
+from harness.seam.registry import (
     _require,
     make_strategy,
     required_packages,
@@ -192,7 +192,7 @@ def test_the_baseline_is_a_strategy_on_one_device() -> None:
 
 def test_listing_strategies_imports_no_torch() -> None:
     code = (
-        "import sys; from harness.strategy.registry import strategies; strategies();"
+        "import sys; from harness.seam.registry import strategies; strategies();"
         " sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=HOME).returncode == 0
@@ -424,8 +424,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from harness.spec.cell import Cell
-from harness.strategy.optimizers import optimizer_of
+from harness.cell.cell import Cell
+from harness.seam.optimizers import optimizer_of
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.Linear(128, 128)

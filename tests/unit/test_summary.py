@@ -11,10 +11,10 @@ import pytest
 from harness.analysis.ranking import tied_with_previous
 from harness.analysis.selection import measured
 from harness.analysis.summary import cell_results, cells
+from harness.cell.cell import Cell
 from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
-from harness.spec.cell import Cell
 from tests.unit.stored_trials import frame_of, one_cell_run, trial_row
 
 

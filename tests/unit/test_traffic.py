@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from harness.cell.cell import Cell
+from harness.cell.training import States
 from harness.measure.memory_kinds import retained_by, state_bytes
 from harness.measure.rank_traffic import (
     MOST_LOOKS,
@@ -20,11 +22,9 @@ from harness.measure.rank_traffic import (
     folder_bytes,
     tcp_bytes_sent,
 )
-from harness.spec.cell import Cell
-from harness.spec.training import States
+from harness.seam.formulas import BESIDE_BACKWARD, model_states, whole_model_states
+from harness.seam.registry import make_strategy
 from harness.strategies.tiled_linear import TiledLinear
-from harness.strategy.formulas import BESIDE_BACKWARD, model_states, whole_model_states
-from harness.strategy.registry import make_strategy
 from harness.worker.rank_answer import Offload
 from harness.workloads import make_workload
 from harness.workloads.counts import ModelFacts, model_facts

@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from bench.expand import cells_of, expand
-from bench.host import Host
-from bench.matrix import Matrix
+from bench.matrix import Host, Matrix
 from bench.planning import kept_or_new_plan
 from bench.run_options import CommandOptions
+from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.host import user_code
 from harness.planner.follow_up import matrix_file
 from harness.record.store import Store
-from harness.spec.cell import Cell
-from harness.spec.errors import UsageError
-from harness.strategy.registry import make_strategy, require_unchanged, with_defaults
+from harness.seam.registry import make_strategy, require_unchanged, with_defaults
 from harness.worker.batches import Batches
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.catalog import source_of

@@ -13,9 +13,9 @@ import typer
 from typer.core import TyperGroup
 
 from bench.cli import REMEDIES, app, with_remedy
+from harness.cell.errors import UsageError
 from harness.record.plan import resumable
 from harness.record.store import Store
-from harness.spec.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bench", "harness", "reports")

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from bench.expand import expand
-from bench.host import Host
-from bench.matrix import Matrix
+from bench.matrix import Host, Matrix
+from harness.cell.cell import Cell
+from harness.cell.errors import Refused, UsageError
 from harness.host.packages import show
 from harness.run.prepared import needs_at_least_as_much_as
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused, UsageError
-from harness.strategy.registry import validate
+from harness.seam.registry import validate
 from harness.workloads import make_workload, prepare_data, workload_names
 from harness.workloads.catalog import split_name
 from harness.workloads.counts import model_facts

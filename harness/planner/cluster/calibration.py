@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 from scipy.special import ndtr, ndtri
 
+from harness.cell.errors import UsageError, first_error
+from harness.cell.yaml_text import parse_yaml
 from harness.planner.cluster.anchor import Anchor
-from harness.spec.errors import UsageError, first_error
-from harness.spec.yaml_text import parse_yaml
 
 DEFAULT = Path(__file__).parents[1].joinpath("calibration.yaml")
 

@@ -10,11 +10,12 @@ from typing import TypeAlias
 
 import numpy as np
 
+from harness.cell.errors import UsageError
 from harness.host.gpu_models import gpu_named
 from harness.planner.cluster.calibration import ClusterCalibration, Floats, Ints
 from harness.planner.cluster.device_rates import missing_bf16
+from harness.planner.cluster.hf_config import named_shapes
 from harness.planner.cluster.layout_memory import model_states, offloaded_bytes, owned_parameters
-from harness.planner.cluster.model_names import named_shapes
 from harness.planner.cluster.model_shape import ModelShape, stages
 from harness.planner.cluster.prediction import (
     COMPUTING,
@@ -33,7 +34,6 @@ from harness.planner.cluster.question import (
 )
 from harness.planner.cluster.recipe import STATES
 from harness.planner.cluster.step_time import one_forward_one_backward, stage_seconds
-from harness.spec.errors import UsageError
 
 SLOW_LINK = 64e9
 """Bytes per second of PCIe 5.0, below which links within a node count as slow."""

@@ -7,8 +7,8 @@ from pathlib import Path
 import yaml
 from pydantic import TypeAdapter
 
+from harness.cell.errors import UsageError
 from harness.host.gpu_models import GpuModel
-from harness.spec.errors import UsageError
 
 USUAL_SHARE = 0.8
 """Share of peak assumed for an unmeasured device's best matrix product."""

@@ -9,6 +9,7 @@ import numpy as np
 import yaml
 from pydantic import TypeAdapter
 
+from harness.cell.errors import UsageError
 from harness.host.gpu_models import TERA, GpuModel, gpu_models, gpu_named
 from harness.planner.cluster.calibration import Floats, Ints
 from harness.planner.cluster.device_rates import (
@@ -18,7 +19,6 @@ from harness.planner.cluster.device_rates import (
     inside_node,
 )
 from harness.planner.cluster.recipe import Precision
-from harness.spec.errors import UsageError
 
 GIGA = 1e9
 HOST_MEMORY_SHARE = 2.0

@@ -5,7 +5,7 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.spec.errors import UsageError
+from harness.cell.errors import UsageError
 
 MOST_LAYERS, MOST_ELEMENTS = 10_000, 10**7
 """Limits for layers and for other sizes, to catch mistakes."""

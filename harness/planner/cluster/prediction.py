@@ -11,6 +11,7 @@ import yaml
 from pydantic import TypeAdapter
 from scipy.special import ndtr, ndtri
 
+from harness.cell.errors import UsageError
 from harness.host.gpu_models import gpu_models
 from harness.planner.cluster.calibration import Bools, ClusterCalibration, Floats, Ints
 from harness.planner.cluster.footprint import MOST_CERTAIN, usable_bytes
@@ -26,7 +27,6 @@ from harness.planner.cluster.model_shape import empty_stages
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayouts
 from harness.planner.cluster.recipe import STATES
 from harness.planner.cluster.step_time import LayoutStepTime, step_time
-from harness.spec.errors import UsageError
 
 COMPUTING, WAITING = 0.85, 0.45
 """Assumed shares of maximum power while computing, and while communicating or waiting, when clocks

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from harness.cell.errors import UsageError
 from harness.planner.cluster.calibration import Bools, Ints
 from harness.planner.cluster.hardware import Cluster
 from harness.planner.cluster.model_shape import ModelShape, empty_stages
 from harness.planner.cluster.recipe import RECOMPUTE, Precision
-from harness.spec.errors import UsageError
 
 MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}
 """Limits that catch mistakes and 64-bit overflow."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from harness.cell.errors import UsageError
 from harness.planner.cluster.model_shape import ModelShape
-from harness.spec.errors import UsageError
 
 Precision = Literal["fp32", "bf16", "pure-bf16", "pure-bf16-fp32-reduce", "pure-bf16-fused"]
 Base = Literal["bf16", "int8", "nf4", "nf4-double", "gptq4"]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch.optim import Optimizer
 
-    from harness.strategy.job import TrainState
+    from harness.seam.job import TrainState
 
 COPIED_BY_GLOO = ("all_gather", "reduce_scatter", "gather", "scatter")
 """Operations during which gloo holds a flat copy of the whole tensor, allocated by torch.

@@ -16,15 +16,15 @@ import torch
 from pydantic import TypeAdapter
 
 import harness
+from harness.cell.cell import Cell
+from harness.cell.errors import Refused, Unavailable, UsageError
+from harness.cell.training import Layout
 from harness.host.environment import version_of
 from harness.planner.rehearsal.ledger import KINDS, Kind, Ledger, Phase, StepRegion
 from harness.planner.rehearsal.world import fake_batch, fake_rank
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused, Unavailable, UsageError
-from harness.spec.training import Layout
-from harness.strategy.base import Strategy
-from harness.strategy.job import Job, Recompute, TrainState
-from harness.strategy.registry import validate
+from harness.seam.base import Strategy
+from harness.seam.job import Job, Recompute, TrainState
+from harness.seam.registry import validate
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import cache_file, keep
 from harness.workloads.recompute import recompute_blocks

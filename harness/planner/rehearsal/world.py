@@ -32,9 +32,9 @@ from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from harness.spec.training import Batch
-from harness.strategy.base import Strategy
-from harness.strategy.job import Job
+from harness.cell.training import Batch
+from harness.seam.base import Strategy
+from harness.seam.job import Job
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

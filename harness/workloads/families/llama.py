@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from harness.spec.errors import UsageError
+from harness.cell.errors import UsageError
 from harness.workloads.family import Family, ModelConfig, SplitByParts
 
 if TYPE_CHECKING:

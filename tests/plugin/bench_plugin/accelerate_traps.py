@@ -3,9 +3,9 @@
 import os
 from typing import Any, Literal
 
+from harness.seam import Cell, Job, TrainStep, Workload
 from harness.strategies import _accelerate
 from harness.strategies.accelerate import Accelerate
-from harness.strategy import Cell, Job, TrainStep, Workload
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 MAKE = _accelerate.make_accelerator

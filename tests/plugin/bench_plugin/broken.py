@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from harness.strategy import Batch, Job, Strategy, TrainStep
+from harness.seam import Batch, Job, Strategy, TrainStep
 
 
 class Broken(Strategy):

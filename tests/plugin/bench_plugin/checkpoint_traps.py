@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
-from harness.strategy import Batch, Job, Strategy, TrainStep, standard_step
-from harness.strategy.checkpoints import load_by_torch, save_by_torch
+from harness.seam import Batch, Job, Strategy, TrainStep, standard_step
+from harness.seam.checkpoints import load_by_torch, save_by_torch
 
 
 class Counted:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from harness.seam import Cell, Job, Layout, TrainStep, Workload
 from harness.strategies import _deepspeed, _deepspeed_engine
 from harness.strategies._deepspeed_zero import SWAP_ELEMENTS
 from harness.strategies.deepspeed import Deepspeed
 from harness.strategies.deepspeed_pipeline import DeepspeedPipeline
-from harness.strategy import Cell, Job, Layout, TrainStep, Workload
 
 
 class DeepspeedTraps(Deepspeed):
@@ -48,7 +48,7 @@ class UntiedDeepspeedPipeline(DeepspeedPipeline):
     def layer(self, job: Job, index: int) -> Any:
         from deepspeed.pipe import LayerSpec
 
-        from harness.strategy.pipelining import Stage
+        from harness.seam.pipelining import Stage
 
         return LayerSpec(Stage, job, index, job.layout.pipeline)
 

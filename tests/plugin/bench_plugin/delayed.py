@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, Literal
 
-from harness.strategy import Job, Strategy, TrainStep, standard_step
+from harness.seam import Job, Strategy, TrainStep, standard_step
 from harness.workloads import DataSource
 
 

@@ -6,8 +6,8 @@ It has the strategy's mathematics, not its speed.
 import contextlib
 from typing import Any
 
+from harness.seam import Cell, Job, TrainStep, Workload
 from harness.strategies.fairscale_fsdp import FairscaleFsdp
-from harness.strategy import Cell, Job, TrainStep, Workload
 
 
 class Stream:

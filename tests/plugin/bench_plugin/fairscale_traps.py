@@ -3,9 +3,9 @@
 from functools import partial
 from typing import Any, Literal
 
+from harness.seam import Job, TrainStep, standard_step
 from harness.strategies import fairscale_oss
 from harness.strategies.fairscale_oss import FairscaleOss
-from harness.strategy import Job, TrainStep, standard_step
 
 
 class FairscaleTraps(FairscaleOss):

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Literal
 
-from harness.strategy import Batch, Job, Strategy, TrainStep
+from harness.seam import Batch, Job, Strategy, TrainStep
 
 
 class Faulty(Strategy):

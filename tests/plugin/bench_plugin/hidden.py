@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 
-from harness.strategy import Batch, Job, Strategy, TrainStep, standard_step
+from harness.seam import Batch, Job, Strategy, TrainStep, standard_step
 
 
 class Hidden(Strategy):

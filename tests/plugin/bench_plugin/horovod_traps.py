@@ -6,9 +6,9 @@ import signal
 import time
 from typing import Any, Literal
 
+from harness.seam import Batch, Job, Strategy, TrainStep
 from harness.strategies import _horovod
 from harness.strategies.horovod import Horovod
-from harness.strategy import Batch, Job, Strategy, TrainStep
 
 WRAP = _horovod.wrap
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+from harness.seam import Cell, Job, Strategy, Tolerance, TrainStep, Workload
 from harness.strategies.collectives import Collectives
 from harness.strategies.ddp import Ddp
 from harness.strategies.diloco import DiLoCo
 from harness.strategies.post_local_sgd import PostLocalSgd
-from harness.strategy import Cell, Job, Strategy, Tolerance, TrainStep, Workload
 
 RIGHT: dict[str, Strategy] = {
     "post_local_sgd": PostLocalSgd(start_step=2, period=3),

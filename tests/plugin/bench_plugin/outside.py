@@ -1,6 +1,6 @@
 """A correct strategy from another package."""
 
-from harness.strategy import Job, Strategy, TrainStep, standard_step
+from harness.seam import Job, Strategy, TrainStep, standard_step
 
 
 class Outside(Strategy):

@@ -4,8 +4,8 @@ import os
 import signal
 from typing import Any, Literal
 
+from harness.seam import Batch, Job, TrainStep
 from harness.strategies.parameter_server import ParameterServer
-from harness.strategy import Batch, Job, TrainStep
 
 
 class ParameterServerTraps(ParameterServer):

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from harness.seam import Job, TrainStep
 from harness.strategies.ddp import Ddp
-from harness.strategy import Job, TrainStep
 
 
 class Planted(Ddp):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from harness.seam import Batch, Job, Strategy, TrainStep
 from harness.strategies.deepspeed_pipeline import DeepspeedPipeline
 from harness.strategies.fsdp2 import Fsdp2
 from harness.strategies.pipeline import Pipeline
 from harness.strategies.tensor import TensorParallel
-from harness.strategy import Batch, Job, Strategy, TrainStep
 
 
 class RecipeTraps(Strategy):
@@ -92,7 +92,7 @@ class PipelineNorm(Pipeline):
     """The planted mistake."""
 
     def setup(self, job: Job) -> TrainStep:
-        from harness.strategy.pipelining import Pipe
+        from harness.seam.pipelining import Pipe
 
         wrong: Any = property(lambda pipe: None if self.mistake == "own_stage" else [])
         setattr(Pipe, "ranks" if self.mistake == "own_stage" else "copies", wrong)

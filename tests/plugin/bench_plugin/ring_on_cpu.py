@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from harness.seam import Cell, Job, TrainStep, Workload
 from harness.strategies.context_parallel import ContextParallel
-from harness.strategy import Cell, Job, TrainStep, Workload
 
 
 class RingOnCpu(ContextParallel):

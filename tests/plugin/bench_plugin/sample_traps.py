@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from harness.seam import Batch, Job, Strategy, TrainStep
 from harness.strategies._accelerate import recompute_by_transformers
-from harness.strategy import Batch, Job, Strategy, TrainStep
 
 
 class SampleTraps(Strategy):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from harness.seam import Job, Layout, TrainStep
 from harness.strategies import _sequence
 from harness.strategies.ulysses import Ulysses
 from harness.strategies.ulysses_zero import UlyssesZero
-from harness.strategy import Job, Layout, TrainStep
 
 
 class UnscaledUlysses(UlyssesZero):

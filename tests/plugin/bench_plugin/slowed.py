@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import Field
 
+from harness.seam import Job, TrainStep
 from harness.strategies.ddp import Ddp
-from harness.strategy import Job, TrainStep
 
 
 class Slowed(Ddp):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from harness.strategy import Batch, Cell, Job, Strategy, Tolerance, TrainStep, Workload
+from harness.seam import Batch, Cell, Job, Strategy, Tolerance, TrainStep, Workload
 
 Change = Callable[[], None]
 

@@ -3,8 +3,8 @@
 import types
 from typing import Any, ClassVar, Literal
 
+from harness.seam import Batch, Job, TrainStep, Workload
 from harness.strategies.trainer import TransformersTrainer
-from harness.strategy import Batch, Job, TrainStep, Workload
 
 ARGUMENTS = {
     "clipping": "max_grad_norm",

@@ -2,8 +2,8 @@
 
 from typing import Literal
 
+from harness.seam import Batch, Job, TrainStep
 from harness.strategies.ddp import Ddp
-from harness.strategy import Batch, Job, TrainStep
 
 
 class VariantAstray(Ddp):

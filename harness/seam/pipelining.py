@@ -20,18 +20,17 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from harness.strategy.checkpoints import load_by_torch, save_by_torch
-from harness.strategy.job import TrainState
-from harness.strategy.recipe import clip_gradients
-from harness.strategy.schedules import blocks_of_stage
-from harness.strategy.whole_state import moments_of
+from harness.seam.checkpoints import load_by_torch, moments_of, save_by_torch
+from harness.seam.formulas import blocks_of_stage
+from harness.seam.job import TrainState
+from harness.seam.recipe import clip_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from harness.spec.training import Batch, Retained, TrainStep
-    from harness.strategy.job import Job
+    from harness.cell.training import Batch, Retained, TrainStep
+    from harness.seam.job import Job
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from harness.spec.cell import Cell
-from harness.spec.training import Layout, States
-from harness.strategy.base import CostModel, Emulation
-from harness.strategy.formulas import model_states, whole_model_states
-from harness.strategy.registry import make_strategy
+from harness.cell.cell import Cell
+from harness.cell.training import Layout, States
+from harness.seam.base import CostModel, Emulation
+from harness.seam.formulas import model_states, whole_model_states
+from harness.seam.registry import make_strategy
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
 

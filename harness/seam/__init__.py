@@ -1,8 +1,8 @@
 """Everything a strategy needs, without importing torch."""
 
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused, Unavailable
-from harness.spec.training import (
+from harness.cell.cell import Cell
+from harness.cell.errors import Refused, Unavailable
+from harness.cell.training import (
     EXACT,
     Batch,
     Layout,
@@ -12,16 +12,9 @@ from harness.spec.training import (
     Tolerance,
     TrainStep,
 )
-from harness.strategy.base import (
-    Capabilities,
-    CostModel,
-    Emulation,
-    Export,
-    OwnLauncher,
-    Strategy,
-)
-from harness.strategy.formulas import all_reduced, model_states, passed_once, whole_model_states
-from harness.strategy.job import Job, TrainState, loss_scaler, own_precision, standard_step
+from harness.seam.base import Capabilities, CostModel, Emulation, Export, OwnLauncher, Strategy
+from harness.seam.formulas import all_reduced, model_states, passed_once, whole_model_states
+from harness.seam.job import Job, TrainState, loss_scaler, own_precision, standard_step
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import ModelFacts, model_facts
 

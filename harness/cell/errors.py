@@ -51,3 +51,8 @@ def first_error(error: ValidationError) -> str:
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
     return f"{field}: {first['msg']}, got {first['input']!r}"
+
+
+def plural(count: int, word: str) -> str:
+    """Formats a count as `1 cell` or `2,000 cells`."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"

@@ -8,15 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from harness.spec.cell import Cell
-from harness.spec.training import Batch, Layout, Retained, TrainStep
-from harness.strategy.optimizers import optimizer_class, optimizer_of, with_dtensors_apart
-from harness.strategy.recipe import (
-    RecipeState,
-    clip_gradients,
-    make_scheduler,
-    parameter_groups,
-)
+from harness.cell.cell import Cell
+from harness.cell.training import Batch, Layout, Retained, TrainStep
+from harness.seam.optimizers import optimizer_class, optimizer_of, with_dtensors_apart
+from harness.seam.recipe import RecipeState, clip_gradients, make_scheduler, parameter_groups
 from harness.workloads.recompute import recompute_blocks
 
 if TYPE_CHECKING:

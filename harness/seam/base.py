@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from harness.spec.cell import Cell
-from harness.spec.training import EXACT, Layout, States, Tolerance, TrainStep
-from harness.strategy.job import Job
-from harness.strategy.schedules import FORWARDS_FIRST, Schedule, blocks_of_stage, in_flight
+from harness.cell.cell import Cell
+from harness.cell.training import EXACT, Layout, States, Tolerance, TrainStep
+from harness.seam.formulas import FORWARDS_FIRST, Schedule, blocks_of_stage, in_flight
+from harness.seam.job import Job
 
 if TYPE_CHECKING:
     from harness.workloads import Workload

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from harness.host.cuda import missing_compiler
+from harness.cell.cell import Cell
+from harness.cell.errors import Refused, Unavailable, UsageError, first_error
+from harness.cell.training import Layout
+from harness.host.environment import missing_compiler
 from harness.host.packages import is_installed, unbuilt
 from harness.host.user_code import names_user_class, user_class
-from harness.spec.cell import Cell
-from harness.spec.errors import Refused, Unavailable, UsageError, first_error
-from harness.spec.training import Layout
-from harness.strategy.base import Strategy
-from harness.strategy.checkpoints import admit_checkpoint, saving_cell
-from harness.strategy.optimizers import EXTRA_OPTIMIZERS, packages_of
+from harness.seam.base import Strategy
+from harness.seam.checkpoints import admit_checkpoint, saving_cell
+from harness.seam.optimizers import EXTRA_OPTIMIZERS, packages_of
 from harness.workloads.catalog import source_of
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _require_strategy(loaded: object, named: str) -> type[Strategy]:
     if isinstance(loaded, type) and issubclass(loaded, Strategy):
         return loaded
     path = f"{getattr(loaded, '__module__', '?')}:{getattr(loaded, '__qualname__', loaded)}"
-    raise UsageError(f"{named} must be a Strategy class of harness.strategy, but is {path}")
+    raise UsageError(f"{named} must be a Strategy class of harness.seam, but is {path}")
 
 
 def make_strategy(cell: Cell) -> Strategy:

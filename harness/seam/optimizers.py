@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from harness.spec.cell import Cell
-from harness.spec.training import Tolerance
-from harness.strategy.recipe import parameter_groups
+from harness.cell.cell import Cell
+from harness.cell.training import Tolerance
+from harness.seam.recipe import parameter_groups
 from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:

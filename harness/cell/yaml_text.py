@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Any
+import functools
+from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import yaml
 
-from harness.spec.errors import UsageError
+from harness.cell.errors import UsageError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 # libyaml's parser with the safe loader's constructors: ten times faster.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -31,3 +35,19 @@ def require_keys(keys: Iterable[str], allowed: Iterable[str], where: str) -> Non
             near = difflib.get_close_matches(str(key), names, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
             raise UsageError(f"{where}: unknown key {key!r}; {hint}")
+
+
+Value = TypeVar("Value")
+
+
+def parsed(kind: type[Value], text: str | bytes) -> Value:
+    """Returns the value of a type, such as a dataclass; raises ValueError for another text."""
+    value: Value = adapter(cast("Hashable", kind)).validate_json(text)
+    return value
+
+
+@functools.cache
+def adapter(kind: Hashable) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cast("type[object]", kind))

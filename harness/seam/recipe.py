@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from harness.spec.cell import Cell
+from harness.cell.cell import Cell
 
 if TYPE_CHECKING:
     from torch import Tensor
