@@ -237,11 +237,6 @@ class CostModel(Generic[StrategyT_co]):
         harness/measure/rank_traffic.py)."""
         return None
 
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns sequential collectives and transfers per step that a rank waits for, averaged
-        over a cycle. Each that overlaps backward counts `BESIDE_BACKWARD`."""
-        return None
-
     def recomputed_flops(self, cell: Cell, workload: Workload) -> float:
         """Returns the FLOPs of recomputation per step, over all ranks."""
         if cell.recompute == "none":
@@ -252,7 +247,3 @@ class CostModel(Generic[StrategyT_co]):
             workload, cell.sequence_length, cell.recompute, self.recomputes_whole_blocks
         )
         return float(cell.global_batch * per_sample)
-
-    def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """Returns approximate bytes per step to and from disk, host or parameter server."""
-        return 0.0

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
     from harness.workloads.counts import ModelFacts
 
-BESIDE_BACKWARD = 0.3
-"""Cost of an overlapped message relative to an awaited one: 0.4 to 0.8 ms against 1.4 on CPUs."""
 
 KEPT_RESULTS = 2
 """Result buffers of DeepSpeed's last pipeline stage, and minimum input buffers of its first

@@ -135,10 +135,6 @@ class AccelerateEngineCosts(CostModel[AccelerateEngine]):
         zero = self.strategy.zero
         return zero.costs.traffic(cell, layout, facts) if zero else None
 
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        zero = self.strategy.zero
-        return zero.costs.messages(cell, layout, facts) if zero else None
-
 
 def fsdp2_states(cell: Cell, facts: ModelFacts, shards: int) -> States:
     """Returns states of Accelerate's FSDP2, which gathers parameters, accumulates unreduced

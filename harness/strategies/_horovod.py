@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-GRADIENTS_FUSED = 4
-"""Rough number of gradients ready in a 1 ms cycle."""
-
-
 @functools.cache
 def built(part: bytes) -> bool:
     """Returns whether Horovod's extension has this C++ class; `mpi_built` would load torch."""

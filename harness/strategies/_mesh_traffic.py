@@ -57,17 +57,6 @@ def sharded_traffic(
     return total
 
 
-def fsdp_collectives(
-    micro_batches: int, shards: int, replicas: int, resharded: int, unsharded: int = 0
-) -> int:
-    """Counts FSDP2's collectives in a step: gathers, repeated for units `resharded` after forward
-    but not for those left `unsharded`, scatters, and all-reduces between replicas."""
-    units = resharded + unsharded
-    gathers = micro_batches * (units + resharded)
-    scatters = scatters_of(micro_batches, replicas) * units
-    return (gathers + scatters if shards > 1 else 0) + (units if replicas > 1 else 0)
-
-
 def scatters_of(micro_batches: int, replicas: int) -> int:
     """Returns how often a step scatters gradients: with replicas, in every micro-batch."""
     return micro_batches if replicas > 1 else 1

@@ -87,9 +87,6 @@ class CollectivesCosts(CostModel[Collectives]):
             return None
         return all_reduced(layout.data, facts.trained_bytes)
 
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        return len(facts.sizes) / self.strategy.period
-
 
 def broadcast(parameters: Iterable[nn.Parameter]) -> None:
     import torch.distributed as dist

@@ -19,7 +19,6 @@ from harness.cell.training import (
 )
 from harness.seam import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.seam.formulas import (
-    BESIDE_BACKWARD,
     all_reduced,
     in_half,
     passed_once,
@@ -147,12 +146,6 @@ class DdpCosts(CostModel[Ddp]):
         return all_reduced(layout.data, sent) + passed_once(
             layout.data, facts.buffer_bytes - facts.scale_bytes
         )
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        if self.strategy.bucket_cap_mb is None:
-            return None
-        buckets = -(-facts.trained_bytes // int(self.strategy.bucket_cap_mb * 2**20))
-        return 1.0 + BESIDE_BACKWARD * (buckets - 1)
 
 
 def wrap_in_ddp(

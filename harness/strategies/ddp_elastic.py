@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, cast
 from pydantic import Field
 
 from harness.cell.errors import Refused
-from harness.cell.training import Batch, Layout, TrainStep
-from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.cell.training import Batch, TrainStep
+from harness.seam import Capabilities, Cell, Job, Strategy
 from harness.seam.checkpoints import Stateful
 from harness.seam.job import loss_scaler, standard_step
 from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
@@ -51,10 +51,6 @@ class DdpElastic(Strategy):
         if cell.launcher != "elastic":
             raise Refused(f"launcher {cell.launcher} does not restart ranks; use elastic")
 
-    @property
-    def costs(self) -> DdpElasticCosts:
-        return DdpElasticCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         model = wrap_in_ddp(job, job.model())
         optimizer, scaler = job.optimizer(model.parameters()), loss_scaler(job)
@@ -78,11 +74,6 @@ class DdpElastic(Strategy):
             return loss
 
         return step
-
-
-class DdpElasticCosts(CostModel[DdpElastic]):
-    def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        return (1.0 + cell.moments) * facts.trained_bytes / self.strategy.snapshot_every
 
 
 class Snapshots:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -230,31 +229,6 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         reused = width * _reused(facts.sizes, chosen.live(facts.sizes), threshold)
         return passed_once(
             ranks, parts * (model_bytes + 2 * (model_bytes - persistent) - reused) + persistent
-        )
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        chosen = self.strategy
-        if chosen.stage == 0:
-            return 1.0
-        buckets = float(math.ceil(sum(facts.sizes) / chosen.bucket(facts.sizes)))
-        parts = cell.micro_batches
-        if chosen.stage == 3:
-            gathers = math.ceil(sum(facts.sizes) / chosen.prefetched(facts.sizes))
-            return parts * (2.0 * gathers + buckets)
-        return buckets * (1 + (parts if chosen.stage == 2 else 1))
-
-    def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """Counts masters and moments in and out, gradients out, parameters out once and, for each
-        micro-batch, in twice.
-
-        Bytes to host memory count a tenth.
-        """
-        chosen = self.strategy
-        share = {"none": 0.0, "cpu": 0.1, "nvme": 1.0}
-        moves = 2.0 * cell.micro_batches + 1
-        return (
-            7.0 * facts.trained_bytes * share[chosen.offload_optimizer]
-            + moves * facts.parameter_bytes * share[chosen.offload_parameters]
         )
 
 

@@ -98,9 +98,3 @@ class DeepspeedMoeCosts(CostModel[DeepspeedMoe]):
             facts, sizes=tuple(sizes), parameter_bytes=size, trained_bytes=size
         )
         return Deepspeed(stage=0).costs.states(cell, layout, local_facts)
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        if self.strategy.expert == 1:
-            return 2.0
-        of_block = 5 if cell.recompute == "none" else 8  # recomputation repeats forward's three
-        return 2.0 + of_block * make_workload(cell.workload).blocks * cell.micro_batches

@@ -12,7 +12,6 @@ from harness.seam import Cell, Export, Job, ModelFacts
 from harness.seam.job import standard_step
 from harness.strategies import _distributed as mesh
 from harness.strategies._mesh_traffic import (
-    fsdp_collectives,
     scatters_of,
     sharded_traffic,
     tensor_traffic,
@@ -85,17 +84,3 @@ class DistributedConfigParallelCosts(mesh.MeshStrategyCosts):
         if layout.data > 1:
             return None
         return tensor_traffic(cell, layout, workload, sizes, facts)
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        sizes, workload = self.strategy.sizes(cell.devices), make_workload(cell.workload)
-        if sizes.tensor > 1:
-            return None
-        # Final norm and head are one more unit, as is all of a model without a plan.
-        resharded, parts = len(mesh.plans_of(workload).freed), cell.micro_batches
-        count = fsdp_collectives(parts, sizes.shards, sizes.replicas, resharded, unsharded=1)
-        if sizes.expert > 1:
-            # Three in forward, repeated by recomputation, and two in backward.
-            exchanges = 5 if cell.recompute == "none" else 8
-            of_experts = fsdp_collectives(parts, sizes.copies, sizes.replicas, resharded=1)
-            count += workload.blocks * (parts * exchanges + of_experts)
-        return float(count)

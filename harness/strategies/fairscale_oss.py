@@ -14,7 +14,7 @@ from harness.measure.memory_kinds import retained_by
 from harness.parity.verdict import widest
 from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
 from harness.seam.checkpoints import StateFiles
-from harness.seam.formulas import BESIDE_BACKWARD, model_states
+from harness.seam.formulas import model_states
 from harness.seam.job import sharded_loss_scaler, standard_step
 from harness.workloads import Workload
 
@@ -119,10 +119,6 @@ class FairscaleOssCosts(CostModel[FairscaleOss]):
             library=whole.library + shard_bytes,
             transient=whole.transient - shard_bytes,
         )
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        reduced = layout.data if self.strategy.reduce_buffer_size else len(facts.sizes)
-        return layout.data + BESIDE_BACKWARD * reduced
 
 
 def retained_by_oss(model: ShardedDataParallel, optimizer: OSS) -> Iterator[Retained]:

@@ -11,8 +11,8 @@ from harness.seam import Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.seam.checkpoints import moments_by_torch, plain_name
 from harness.seam.formulas import fsdp_transient, model_states
 from harness.seam.job import sharded_loss_scaler, standard_step
-from harness.strategies.fsdp2 import check_hybrid, shard_mesh, sharded_messages
-from harness.workloads import Workload, make_workload
+from harness.strategies.fsdp2 import check_hybrid, shard_mesh
+from harness.workloads import Workload
 from harness.workloads.low_precision import store_as_floats
 from harness.workloads.structure import tied_parameters
 
@@ -107,13 +107,6 @@ class Fsdp1Costs(CostModel[Fsdp1]):
         reshards = chosen.auto_wrap and chosen.sharding != "shard_grad_op"
         transient = fsdp_transient(cell, facts, gradients, reshards, whole=model_bytes, flat=True)
         return dataclasses.replace(states, transient=transient)
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        blocks = make_workload(cell.workload).blocks if self.strategy.auto_wrap else 0
-        if self.strategy.sharding == "shard_grad_op":
-            # Under no_sync, gathered parameters stay until the last micro-batch.
-            return 2.0 * (blocks + 1)
-        return sharded_messages(cell, blocks, True, self.strategy.sharding == "hybrid_shard")
 
     shards_parameters = True
 

@@ -162,12 +162,6 @@ class Fsdp2Costs(CostModel[Fsdp2]):
         between = all_reduced(2, scattered / shards) if self.strategy.hybrid else 0.0
         return passed_once(shards, parts * gathered + scattered) + between
 
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        blocks, chosen = make_workload(cell.workload).blocks, self.strategy
-        return sharded_messages(
-            cell, blocks, chosen.reshard_after_forward, chosen.hybrid, chosen.no_sync
-        )
-
     def _shards(self, cell: Cell) -> int:
         return cell.devices // 2 if self.strategy.hybrid else cell.devices
 
@@ -193,19 +187,6 @@ def without_sync(root: FSDPModule, within_replicas: bool = False) -> Iterator[No
         root.set_requires_gradient_sync(False)
     yield
     root.set_requires_gradient_sync(True)
-
-
-def sharded_messages(
-    cell: Cell, blocks: int, gathered_again: bool, hybrid: bool, no_sync: bool = True
-) -> float:
-    """Counts collectives per step.
-
-    Each micro-batch gathers every unit, and freed blocks again. Gradients are scattered (hybrid:
-    and all-reduced) once or, without `no_sync`, per micro-batch.
-    """
-    units, parts = blocks + 1, cell.micro_batches
-    gathers = parts * (units + (blocks if gathered_again else 0))
-    return float(gathers + (parts if not no_sync else 1) * units * (2 if hybrid else 1))
 
 
 def check_hybrid(cell: Cell) -> None:

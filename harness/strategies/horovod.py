@@ -12,7 +12,7 @@ from harness.cell.errors import Refused, Unavailable
 from harness.cell.training import Layout, States, Tolerance, TrainStep
 from harness.parity.verdict import widest
 from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, OwnLauncher, Strategy
-from harness.seam.formulas import BESIDE_BACKWARD, all_reduced, in_half, model_states
+from harness.seam.formulas import all_reduced, in_half, model_states
 from harness.seam.job import standard_step
 from harness.strategies import _horovod
 from harness.workloads import Workload
@@ -132,10 +132,3 @@ class HorovodCosts(CostModel[Horovod]):
             return None
         compressed = self.strategy.compression == "fp16"
         return all_reduced(layout.data, in_half(facts) if compressed else facts.trained_bytes)
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts a negotiation and an all-reduce for the few gradients of each cycle."""
-        tensors, chosen = len(facts.sizes), self.strategy
-        fused = _horovod.GRADIENTS_FUSED if chosen.fusion_threshold_mib else 1
-        agreed = 0.0 if chosen.controller == "mpi" else tensors / _horovod.GRADIENTS_FUSED
-        return 1.0 + BESIDE_BACKWARD * (tensors / fused + agreed)

@@ -112,9 +112,6 @@ class ParameterServerCosts(CostModel[ParameterServer]):
             model_states(cell, facts), transient=float(layout.data * facts.trained_bytes)
         )
 
-    def disk_or_host_bytes(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        return 2.0 * layout.data * facts.trained_bytes
-
 
 def join(job: Job, tcp: bool) -> None:
     from torch.distributed import rpc

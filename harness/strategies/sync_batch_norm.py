@@ -3,8 +3,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from harness.cell.errors import Refused
-from harness.cell.training import Layout, TrainStep
-from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.cell.training import TrainStep
+from harness.seam import Capabilities, Cell, Job, Strategy
 from harness.seam.job import standard_step
 from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
 from harness.workloads import Workload
@@ -40,10 +40,6 @@ class SyncBatchNorm(Strategy):
             else None
         )
 
-    @property
-    def costs(self) -> SyncBatchNormCosts:
-        return SyncBatchNormCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         from torch import nn
 
@@ -53,16 +49,6 @@ class SyncBatchNorm(Strategy):
         optimizer = job.optimizer(replica.parameters())
         job.register(replica, optimizer).library = lambda: ddp_buckets(replica)
         return standard_step(job, replica, optimizer)
-
-
-class SyncBatchNormCosts(CostModel[SyncBatchNorm]):
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts DDP's messages and two per BatchNorm (on CPUs four: means and variances).
-
-        A convolution and its BatchNorm have three parameters.
-        """
-        of_norm = 4 if cell.device == "cpu" else 2
-        return 1.0 + of_norm * (len(facts.sizes) - 2) // 3
 
 
 def all_reduced_batch_norm(model: nn.Module) -> nn.Module:

@@ -120,24 +120,6 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         reduced = len(workload.split.by_column) + forward + repeated
         return all_reduced(layout.tensor, workload.blocks * reduced * hidden)
 
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts an all-reduce per split layer and block, and repeated ones (see `traffic`).
-
-        Sequence parallelism has four gathers and four scatters per block, and norm gradients. Its
-        embedding scatters and, in backward, gathers; its head gathers twice and scatters.
-        """
-        workload = make_workload(cell.workload)
-        if layout.tensor == 1 or workload.split is None:
-            return 0.0
-        if not workload.split.one_reduction_each:
-            return None
-        split = len(workload.split.by_column) + len(workload.split.by_row)
-        forward = 4 if self.strategy.sequence_parallel else len(workload.split.by_row)
-        repeated = forward - 1 if cell.recompute != "none" else 0
-        of_block = (8 if self.strategy.sequence_parallel else split) + repeated
-        outside, norms = (5, 2 * workload.blocks + 1) if self.strategy.sequence_parallel else (0, 0)
-        return float(cell.micro_batches * (workload.blocks * of_block + outside) + norms)
-
 
 def tensor_values(workload: Workload, split: Split, sequence_parallel: bool) -> dict[str, Any]:
     """Returns torch's plan as source; raises Refused if the suite replaces modules first."""

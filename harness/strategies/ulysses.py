@@ -87,6 +87,3 @@ class UlyssesCosts(CostModel[Ulysses]):
             if exchanged is None
             else exchanged + all_reduced(layout.replicas, facts.trained_bytes)
         )
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        return _sequence.exchanges(cell, layout) + len(facts.sizes)

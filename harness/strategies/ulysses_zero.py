@@ -98,8 +98,3 @@ class UlyssesZeroCosts(DeepspeedCosts):
         of_zero = super().traffic(cell, layout, facts)
         exchanged = _sequence.exchanged_for_heads(cell, layout, gathers_positions=True)
         return None if of_zero is None or exchanged is None else of_zero + exchanged
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        of_zero = super().messages(cell, layout, facts)
-        exchanges = _sequence.exchanges(cell, layout, gathers_positions=True)
-        return None if of_zero is None else of_zero + exchanges

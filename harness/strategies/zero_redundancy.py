@@ -4,7 +4,6 @@ from harness.cell.training import Layout, States, TrainStep
 from harness.seam import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
 from harness.seam.checkpoints import StateFiles
 from harness.seam.formulas import (
-    BESIDE_BACKWARD,
     all_reduced,
     dealt_out_states,
     passed_once,
@@ -68,8 +67,3 @@ class ZeroRedundancyCosts(CostModel[ZeroRedundancy]):
         ranks, size = layout.data, float(facts.trained_bytes)
         buffers = facts.buffer_bytes - facts.scale_bytes
         return all_reduced(ranks, size) + passed_once(ranks, size + buffers)
-
-    def messages(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Counts DDP's messages and a broadcast per parameter or bucket, which all overlap."""
-        bucketed = self.strategy.parameters_as_bucket_view
-        return 1.0 + 2 * BESIDE_BACKWARD * (layout.data if bucketed else len(facts.sizes))

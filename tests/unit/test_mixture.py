@@ -248,32 +248,6 @@ def test_traffic_by_hand() -> None:
 
 @needs_meshes
 @pytest.mark.parametrize(
-    ("workload", "devices", "axes", "count"),
-    [
-        # Each micro-batch gathers blocks and embedding twice, norm and head once. The last scatters
-        # all four units; with replicas, all micro-batches do, and the last also all-reduces.
-        ("llama-nano", 2, {"micro_batches": 2}, 2 * 7 + 4),
-        ("llama-nano", 4, {"options": {"replicas": 2}}, 7 + 4 + 4),
-        ("llama-nano", 4, {"options": {"replicas": 2}, "micro_batches": 2}, 2 * (7 + 4) + 4),
-        ("llama-nano", 2, {"options": {"replicas": 2}}, 4),
-        # transformers' plan names no module of GPT-2, whose root is then the only unit.
-        ("gpt2-nano", 2, {}, 1 + 1),
-        # In each of two blocks, tokens are exchanged; four ranks also share experts in pairs.
-        ("mixtral-nano", 2, {"options": {"expert": 2}}, 7 + 4 + 2 * 5),
-        ("mixtral-nano", 2, {"options": {"expert": 2}, "recompute": "full"}, 7 + 4 + 2 * 8),
-        ("mixtral-nano", 4, {"options": {"expert": 2}}, 7 + 4 + 2 * (5 + 3)),
-    ],
-)
-def test_collectives_of_transformers_shards_by_hand(
-    workload: str, devices: int, axes: dict[str, Any], count: float
-) -> None:
-    one = cell("distributed_config", workload, devices, **axes)
-    strategy, facts = make_strategy(one), ModelFacts(("a",), 10, 0, (10,))
-    assert strategy.costs.messages(one, strategy.layout(devices), facts) == count
-
-
-@needs_meshes
-@pytest.mark.parametrize(
     ("workload", "sizes", "elements"),
     [
         (

@@ -22,7 +22,7 @@ from harness.measure.rank_traffic import (
     folder_bytes,
     tcp_bytes_sent,
 )
-from harness.seam.formulas import BESIDE_BACKWARD, model_states, whole_model_states
+from harness.seam.formulas import model_states, whole_model_states
 from harness.seam.registry import make_strategy
 from harness.strategies.tiled_linear import TiledLinear
 from harness.worker.rank_answer import Offload
@@ -111,16 +111,6 @@ def cell(strategy: str, **axes: Any) -> Cell:
 def sent(one: Cell, facts: ModelFacts = TEN) -> float | None:
     strategy = make_strategy(one)
     return strategy.costs.traffic(one, strategy.layout(one.devices), facts)
-
-
-def messages(one: Cell) -> float | None:
-    strategy = make_strategy(one)
-    return strategy.costs.messages(one, strategy.layout(one.devices), TEN)
-
-
-def disk_or_host(one: Cell) -> float:
-    strategy = make_strategy(one)
-    return strategy.costs.disk_or_host_bytes(one, strategy.layout(one.devices), TEN)
 
 
 def states(one: Cell, facts: ModelFacts = TEN) -> States:
@@ -214,56 +204,6 @@ def test_an_engine_sends_what_deepspeed_sends(engine: str, stage: int) -> None:
     by_deepspeed = sent(cell("deepspeed", options={"stage": stage}))
     assert by_deepspeed
     assert sent(cell("accelerate", options={"engine": engine})) == by_deepspeed
-
-
-def test_bytes_to_disk_or_host() -> None:
-    """DeepSpeed reads parameters twice per micro-batch; SGD has one moment to save."""
-    swapped = {"stage": 3, "offload_parameters": "nvme"}
-    assert disk_or_host(cell("deepspeed", options=swapped, micro_batches=4)) == 9 * 40
-    assert disk_or_host(cell("ddp_elastic", optimizer="sgd")) == 2 * 40
-
-
-@pytest.mark.parametrize(
-    ("axes", "count"),
-    [
-        # Three units gather once and scatter once per step.
-        (
-            {
-                "strategy": "fsdp1",
-                "options": {"sharding": "shard_grad_op"},
-                "micro_batches": 4,
-            },
-            6,
-        ),
-        # Two blocks repeat all of forward's collectives but the last.
-        ({"strategy": "tensor", "recompute": "full"}, 2 * (7 + 1)),
-        (
-            {"strategy": "tensor", "recompute": "full", "options": {"sequence_parallel": True}},
-            2 * (8 + 3) + 2 + 3 + 5,
-        ),
-        # In each micro-batch, 2 for the embedding and 3 for the head; in each step, 5 for norms.
-        (
-            {"strategy": "tensor", "micro_batches": 2, "options": {"sequence_parallel": True}},
-            2 * (2 * 8 + 2 + 3) + 5,
-        ),
-        (
-            {"strategy": "deepspeed_moe", "workload": "mixtral-nano", "options": {"expert": 1}},
-            2,
-        ),
-        ({"strategy": "deepspeed_moe", "workload": "mixtral-nano", "recompute": "full"}, 2 + 2 * 8),
-    ],
-    ids=str,
-)
-def test_collectives_of_a_step_by_hand(axes: dict[str, Any], count: float) -> None:
-    assert messages(cell(**axes)) == count
-
-
-def test_a_broadcast_sends_a_parameter_or_all_of_a_rank() -> None:
-    """TEN has one parameter, sent once. With buckets, each of four ranks sends all of its own."""
-    for bucketed, broadcasts in ((False, 1), (True, 4)):
-        options = {"parameters_as_bucket_view": bucketed}
-        one = cell("zero_redundancy", devices=4, options=options)
-        assert messages(one) == 1 + 2 * BESIDE_BACKWARD * broadcasts
 
 
 def test_biases_in_tiles_may_be_kept_whole() -> None:
