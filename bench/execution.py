@@ -62,12 +62,6 @@ class Ended:
     all_recorded: bool
 
 
-@dataclass(frozen=True)
-class Concluded:
-    report: RunReport
-    precision: Precision | None
-
-
 def prepare(options: CommandOptions) -> Prepared:
     """Plans or continues a run; raises UsageError for a mistake."""
     nodes, part = options.nodes or 1, options.part
@@ -184,32 +178,36 @@ def _launchers(
         nodes.close()
 
 
-def conclude(store: Store, ended: Ended, baseline: Choice | None) -> Concluded | None:
-    """Records a run's conclusion; None if nothing was recorded."""
+def conclude(
+    store: Store, ended: Ended, baseline: Choice | None
+) -> tuple[RunReport | None, Precision | None]:
+    """Records a run's conclusion; returns its report, None if nothing was recorded, and its
+    precision."""
     plan = ended.plan
     store.gather(plan.run_id)
     loaded = store.load([plan.run_id], steps=False)
     if loaded.trials.empty:
-        return None
+        return None, None
     report = ran(loaded, baseline)
-    concluded = Concluded(report, precision(timed(report.cells, plan.not_compared)))
+    achieved = precision(timed(report.cells, plan.not_compared))
     if ended.all_recorded:
-        store.write_conclusion(_conclusion(concluded, ended))
-    return concluded
+        store.write_conclusion(_conclusion(report, achieved, ended.wall_seconds))
+    return report, achieved
 
 
-def _conclusion(concluded: Concluded, ended: Ended) -> ConclusionRecord:
-    precision, advised = concluded.precision, concluded.report.advised
-    use = advised.advice[0] if advised else None
+def _conclusion(
+    report: RunReport, achieved: Precision | None, wall_seconds: float
+) -> ConclusionRecord:
+    use = report.advised.advice[0] if report.advised else None
     return ConclusionRecord(
         schema_version=VERSION,
-        run_id=concluded.report.run_id,
+        run_id=report.run_id,
         concluded_at=datetime.now(timezone.utc),
-        wall_seconds=ended.wall_seconds,
-        trials=len(concluded.report.results.trials),
-        compared_cells=precision.cells if precision else 0,
-        half_width_median=precision.median if precision else None,
-        half_width_nine_in_ten=precision.nine_in_ten if precision else None,
+        wall_seconds=wall_seconds,
+        trials=len(report.results.trials),
+        compared_cells=achieved.cells if achieved else 0,
+        half_width_median=achieved.median if achieved else None,
+        half_width_nine_in_ten=achieved.nine_in_ten if achieved else None,
         advised_cell_id=use.cell.cell_id if use else None,
         advice=use.sentence if use else None,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -111,7 +110,7 @@ class CellDetail:
             "started_at": self.report.run.started_at.isoformat(),
             "hardware": run_facts.hardware(self.report.run),
             "cell": record_of(self.cell),
-            "cautions": [dataclasses.asdict(flag) for flag in flags(self.cell)],
+            "cautions": [{"word": word, "meaning": meaning} for word, meaning in flags(self.cell)],
             "trials": [self._trial(trial) for trial in self.trials],
             "ranking": self._ranking(),
             "memory": self._memory(),
@@ -167,8 +166,8 @@ class CellDetail:
         if cell.status != "ok":
             status = f"{cell.status}{' (as expected)' if cell.expected else ''}"
             blocks.append(ui.Paragraph([strong(status), ": ", data(cell.reason)], "caution"))
-        for flag in flags(cell):
-            blocks.append(ui.Paragraph([strong(flag.word), ": ", data(flag.meaning)], "caution"))
+        for word, meaning in flags(cell):
+            blocks.append(ui.Paragraph([strong(word), ": ", data(meaning)], "caution"))
         blocks += [ui.Part("Throughput", [self._trials_table(), *self._speed()])]
         ranks = [
             ui.Row(str(n), [ui.Td(scaled(seconds, 1e3)), ui.Td(scaled(peak, 1 / MIB))])

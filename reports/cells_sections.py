@@ -72,7 +72,7 @@ def _row(cell: CellResult, columns: Sequence[ReportColumn[CellResult]]) -> ui.Ro
 
 
 def _flags(cell: CellResult) -> ui.Td:
-    chips = [phrase(strong(flag.word), " ", data(flag.meaning)) for flag in flags(cell)]
+    chips = [phrase(strong(word), " ", data(meaning)) for word, meaning in flags(cell)]
     return ui.Td(joined(chips, BREAK), kind="flags")
 
 

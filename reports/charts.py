@@ -9,9 +9,8 @@ import multiprocessing
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -88,17 +87,11 @@ def canvas(
     return figure, axes
 
 
-@dataclass(frozen=True)
-class Drawn:
-    svg: Mapping[str, str]
-    styles: str
-    """CSS rules; the content policy forbids style attributes."""
-
-
-def draw(charts: Sequence[ChartData]) -> Drawn:
-    """Draws charts, on several cores if there are many."""
+def draw(charts: Sequence[ChartData]) -> tuple[dict[str, str], str]:
+    """Draws charts, on several cores if there are many. Returns the SVGs by name, and CSS rules, as
+    the content policy forbids style attributes."""
     if not charts:
-        return Drawn({}, "")
+        return {}, ""
     import matplotlib.figure  # noqa: F401  # Imported here, before forking.
 
     workers = min(len(os.sched_getaffinity(0)), len(charts) // FEW)
@@ -110,10 +103,8 @@ def draw(charts: Sequence[ChartData]) -> Drawn:
         else:
             drawn = list(map(_drawn, charts))
     rules = {name: rule for _, styles in drawn for name, rule in styles.items()}
-    return Drawn(
-        {chart.name: svg for chart, (svg, _) in zip(charts, drawn, strict=True)},
-        "\n".join(f".{name} {{ {rule} }}" for name, rule in rules.items()),
-    )
+    svgs = {chart.name: svg for chart, (svg, _) in zip(charts, drawn, strict=True)}
+    return svgs, "\n".join(f".{name} {{ {rule} }}" for name, rule in rules.items())
 
 
 def _themed(part: str) -> str:

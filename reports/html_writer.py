@@ -49,11 +49,12 @@ def html_page(head: PageHead, sections: Sequence[PageSection], printed: bool = F
         replace(visible_section, blocks=ui.visible(visible_section.blocks, "page"))
         for visible_section in sections
     ]
-    drawn = charts.draw([chart.data for section in sections for chart in charts_in(section.blocks)])
+    data = [chart.data for section in sections for chart in charts_in(section.blocks)]
+    svgs, rules = charts.draw(data)
     ids = {section.name for section in sections}
     ids |= {row.attributes.get("id", "") for section in sections for row in _rows(section.blocks)}
-    writer = _HtmlWriter({f"#{name}" for name in ids}, drawn.svg, printed)
-    style = f"\n{(HERE / 'style.css').read_text(encoding='utf-8')}\n{drawn.styles}\n"
+    writer = _HtmlWriter({f"#{name}" for name in ids}, svgs, printed)
+    style = f"\n{(HERE / 'style.css').read_text(encoding='utf-8')}\n{rules}\n"
     script = f"\n{(HERE / 'script.js').read_text(encoding='utf-8')}\n"
     style = _as_printed(style) if printed else style
     policy = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from harness.analysis.cell_result import CAUSES, CellResult
 from harness.cell.cell import over
@@ -107,37 +106,30 @@ def _noise(cell: CellResult) -> list[ui.Inline]:
     return [ui.Span(DISTURBED, tip=f"{said} of its trials")] if said else []
 
 
-@dataclass(frozen=True)
-class Flag:
-    word: str
-    meaning: str
-
-
-def flags(cell: CellResult) -> tuple[Flag, ...]:
+def flags(cell: CellResult) -> list[tuple[str, str]]:
+    """Returns the word and the meaning of each of a cell's flags."""
     cautions = []
     if cell.placement.stand_in is not None:
-        cautions.append(Flag("stand-in", cell.placement.stand_in))
+        cautions.append(("stand-in", cell.placement.stand_in))
     if cell.placement.oversubscribed and cell.speed.samples_per_second is not None:
         cautions.append(
-            Flag(
-                "oversubscribed", "more ranks than cores: its times say nothing about real hardware"
-            )
+            ("oversubscribed", "more ranks than cores: its times say nothing about real hardware")
         )
     if cell.disturbance.trials:
         how_often = f"{disturbance(cell)} of {plural(cell.trials, 'trial')}"
-        cautions.append(Flag(f"{DISTURBED} disturbed", how_often + gpu_findings(cell)))
+        cautions.append((f"{DISTURBED} disturbed", how_often + gpu_findings(cell)))
     if cell.speed.trend:
         change = f"step time still changed by {percent(cell.speed.trend)} during the timed steps"
-        cautions.append(Flag("trend", f"warm-up was too short: {change}"))
+        cautions.append(("trend", f"warm-up was too short: {change}"))
     if cell.trials == 1 and cell.status == "ok":
         measured = cell.speed.samples_per_second_low is not None
         source = (
             "its interval comes from the spread of the other cells" if measured else "no interval"
         )
-        cautions.append(Flag("1 trial", source))
+        cautions.append(("1 trial", source))
     if cell.expected and cell.status == "diverged":
-        cautions.append(Flag("expected to diverge", "expected by the matrix: not a failure"))
-    return tuple(cautions)
+        cautions.append(("expected to diverge", "expected by the matrix: not a failure"))
+    return cautions
 
 
 def disturbance(cell: CellResult) -> str:

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 
 import psutil
@@ -31,29 +30,24 @@ cells: [{{strategy: single}}]
 """
 
 
-@dataclass(frozen=True)
-class Sample:
-    memory_bytes: int
-    fork_server_bytes: int
-    """Resident memory of the process that ranks are forked from."""
-    open_files: int
-    threads: int
-    children: int
-    temporary_files: int
+Sample = dict[str, int]
 
 
 def sample(run: psutil.Process, temporary: Path) -> Sample:
-    """Raises psutil.NoSuchProcess if the run or one of its processes has ended."""
+    """Raises psutil.NoSuchProcess if the run or one of its processes has ended.
+
+    `fork_server_bytes`: resident memory of the process that ranks are forked from.
+    """
     below = run.children(recursive=True)
     servers = [child for child in below if child.ppid() == run.pid and _is_fork_server(child)]
-    return Sample(
-        run.memory_info().rss,
-        sum(server.memory_info().rss for server in servers),
-        run.num_fds(),
-        run.num_threads(),
-        len(below),
-        sum(len(files) for _, _, files in os.walk(temporary)),
-    )
+    return {
+        "memory_bytes": run.memory_info().rss,
+        "fork_server_bytes": sum(server.memory_info().rss for server in servers),
+        "open_files": run.num_fds(),
+        "threads": run.num_threads(),
+        "children": len(below),
+        "temporary_files": sum(len(files) for _, _, files in os.walk(temporary)),
+    }
 
 
 def _is_fork_server(process: psutil.Process) -> bool:
@@ -94,7 +88,7 @@ def watched(trials: int, folder: Path) -> list[Sample]:
 
 def typical(samples: Sequence[Sample], name: str) -> float:
     """Returns the median of memory, and the minimum of everything else."""
-    values = [getattr(sample, name) for sample in samples]
+    values = [sample[name] for sample in samples]
     return statistics.median(values) if name.endswith("_bytes") else min(values)
 
 
@@ -106,7 +100,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         samples = watched(given.trials, Path(folder))
     grown, tenth = False, max(1, len(samples) // 10)
-    for name in [field.name for field in fields(Sample)]:
+    for name in samples[0]:
         first, last = typical(samples[:tenth], name), typical(samples[-tenth:], name)
         allowed = MOST_BYTES if name.endswith("_bytes") else 0
         grown |= last - first > allowed

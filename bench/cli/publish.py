@@ -38,19 +38,20 @@ def publish(
     need(target)
     store = Store(results)
     run_ids = find_runs(store, run or [], every)
-    done = write(target, store.load(run_ids, steps=target == "tensorboard"), folder)
+    tables = store.load(run_ids, steps=target == "tensorboard")
+    path, cells, already = write(target, tables, folder)
     if json_output:
         print(
             json.dumps(
                 {
                     "target": target,
-                    "path": str(done.path),
+                    "path": str(path),
                     "runs": run_ids,
-                    "cells": done.cells,
-                    "already_there": done.already,
+                    "cells": cells,
+                    "already_there": already,
                 }
             )
         )
         return
-    already = f", {done.already} already there" if done.already else ""
-    print(f"{done.path}: {plural(done.cells, 'cell')} written{already}")
+    skipped = f", {already} already there" if already else ""
+    print(f"{path}: {plural(cells, 'cell')} written{skipped}")

@@ -15,16 +15,17 @@ from bench.cli.run_progress import (
     show_inputs,
     show_plan,
 )
-from bench.execution import Concluded, Ended, Prepared, conclude, execute, prepare
+from bench.execution import Ended, Prepared, conclude, execute, prepare
 from bench.run_options import CommandOptions
 from harness.analysis.answer import what_more_would_buy, why_no_advice, why_no_more_trials
-from harness.analysis.ranking import Choice
+from harness.analysis.ranking import Choice, Precision
 from harness.analysis.setting import timed
 from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.record.trial import NOT_LAUNCHED
 from harness.run.allocation import planned_headline
 from reports import write_report
+from reports.run_report import RunReport
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,28 +76,28 @@ def _show_dry_run(
 def show_end(store: Store, ended: Ended, baseline: Choice | None, options: CommandOptions) -> int:
     """Prints the results; writes the report; returns the exit code."""
     console = terminal.console(quiet=options.json_output)
-    plan, concluded = ended.plan, conclude(store, ended, baseline)
-    if concluded is None:
+    plan, (report, achieved) = ended.plan, conclude(store, ended, baseline)
+    if report is None:
         console.print("nothing was recorded")
         return 0 if ended.finished else 130
-    report, results = concluded.report, concluded.report.cells
-    terminal.ranking(console, results)
-    _say_answer(console, plan, concluded)
+    terminal.ranking(console, report.cells)
+    _say_answer(console, plan, report, achieved)
     page = None
     if options.report and ended.all_recorded:
         path = Path("reports") / "html" / f"{plan.run_id}.html"
         page = write_report(report.results, path, "python -m bench report --out FILE", baseline)
     terminal.paths(console, store, plan, page, ended.finished)
     if options.json_output:
-        print(json.dumps(_as_json(store, page, concluded)))
+        print(json.dumps(_as_json(store, page, report, achieved)))
     if not ended.finished:
         return 130
-    fine = all(c.status in NOT_LAUNCHED or c.ranked or c.expected for c in results)
+    fine = all(c.status in NOT_LAUNCHED or c.ranked or c.expected for c in report.cells)
     return 0 if fine else 1
 
 
-def _say_answer(console: Console, plan: Plan, concluded: Concluded) -> None:
-    report = concluded.report
+def _say_answer(
+    console: Console, plan: Plan, report: RunReport, achieved: Precision | None
+) -> None:
     if report.leading and report.advised:
         terminal.advice(console, report.advised, report.leading.full_title)
     elif report.leading:
@@ -106,11 +107,13 @@ def _say_answer(console: Console, plan: Plan, concluded: Concluded) -> None:
         console.print(f"{more} (--time-budget)", highlight=False)
     if coarse := why_no_more_trials(measured):
         console.print(coarse, highlight=False)
-    if concluded.precision:
-        console.print(concluded.precision.sentence, highlight=False)
+    if achieved:
+        console.print(achieved.sentence, highlight=False)
 
 
-def _as_json(store: Store, page: Path | None, concluded: Concluded) -> dict[str, object]:
+def _as_json(
+    store: Store, page: Path | None, report: RunReport, achieved: Precision | None
+) -> dict[str, object]:
     columns = (
         "cell_id",
         "cell_name",
@@ -120,7 +123,6 @@ def _as_json(store: Store, page: Path | None, concluded: Concluded) -> dict[str,
         "peak_memory_bytes",
         "parity_verdict",
     )
-    report, achieved = concluded.report, concluded.precision
     return {
         "run_id": report.run_id,
         "results": str(store.folder),

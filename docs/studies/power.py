@@ -122,7 +122,7 @@ class Design:
                     heats.append({c: true[c] + chance.gauss(0.0, HEAT_NOISE) for c in heat})
             if begun == len(heats):
                 break
-            cells = {**separate, **joined(separate, heats).cells}
+            cells = {**separate, **joined(separate, heats)[0]}
         return cells
 
 

@@ -14,7 +14,7 @@ import operator
 import statistics
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from harness.analysis.race import heat_of, joined
 from harness.analysis.stats import LogEstimate
@@ -216,15 +216,15 @@ def _with_heats(
         heat_of({cell_id: trial.turn_samples_per_second for cell_id, trial in heat.items()})
         for heat in heats.values()
     ]
-    result = joined(estimates.cells, values)
+    joint, levels = joined(estimates.cells, values)
     by_trial = {
         (trial.cell_id, trial.trial): math.exp(value[trial.cell_id] - level)
-        for heat, value, level in zip(heats.values(), values, result.levels, strict=True)
+        for heat, value, level in zip(heats.values(), values, levels, strict=True)
         for trial in heat.values()
     }
     level_errors: dict[Hashable, float] = {}
     for trial in in_heats:
-        error, key = result.cells[trial.cell_id].level_error, computing(trial)
+        error, key = joint[trial.cell_id].level_error, computing(trial)
         level_errors[key] = max(error, level_errors.get(key, 0.0))
     further = {trial.cell_id: level_errors.get(computing(trial), 0.0) for trial in finished}
     cells = {
@@ -237,7 +237,7 @@ def _with_heats(
     }
     return replace(
         estimates,
-        cells={**cells, **result.cells},
+        cells={**cells, **joint},
         by_trial={**estimates.by_trial, **by_trial},
     )
 
@@ -279,13 +279,13 @@ def _of_separate(finished: Sequence[TrialRecord]) -> RunEstimates:
         )
         for cell_id, estimate in estimates.items()
     }
-    return RunEstimates(cells, by_trial, adjustments.get(_Kind(False, False), NONE))
+    return RunEstimates(cells, by_trial, adjustments.get((False, False), NONE))
 
 
 def _adjustments(
     trials: Sequence[TrialRecord], measured: Sequence[Window | None]
-) -> dict[_Kind, Adjustment]:
-    kinds: dict[_Kind, dict[str, list[Window]]] = {}
+) -> dict[tuple[bool, bool], Adjustment]:
+    kinds: dict[tuple[bool, bool], dict[str, list[Window]]] = {}
     for trial, window in zip(trials, measured, strict=True):
         if window:
             kinds.setdefault(_kind(trial), {}).setdefault(trial.cell_id, []).append(window)
@@ -363,15 +363,10 @@ def windows_of(trial: TrialRecord) -> list[Window]:
     return [Window(*map(math.log, values)) for values in zip(*columns, strict=True)]
 
 
-class _Kind(NamedTuple):
-    """Class of trials whose times depend on core speed in the same way."""
-
-    on_disk: bool
-    oversubscribed: bool
-
-
-def _kind(trial: TrialRecord) -> _Kind:
-    return _Kind(trial.offload_kept_bytes is not None, bool(trial.oversubscribed))
+def _kind(trial: TrialRecord) -> tuple[bool, bool]:
+    """Returns whether a trial keeps states on disk and is oversubscribed, which decides how its
+    times depend on core speed."""
+    return trial.offload_kept_bytes is not None, bool(trial.oversubscribed)
 
 
 def computing(trial: TrialRecord) -> Hashable:

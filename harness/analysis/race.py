@@ -16,7 +16,7 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from harness.analysis.ranking import against_best
 from harness.analysis.stats import EQUAL, LogEstimate, added_level_error, difference_error
@@ -183,13 +183,6 @@ Heat = Mapping[str, float]
 """Log throughput by cell id, up to a constant."""
 
 
-@dataclass(frozen=True)
-class Joined:
-    cells: Mapping[str, LogEstimate]
-    levels: Sequence[float]
-    """Log level of each heat over that of the run."""
-
-
 def heat_of(turns: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Returns a heat's log throughputs. `turns`: samples per second of each turn, by cell id.
 
@@ -206,24 +199,22 @@ def heat_of(turns: Mapping[str, Sequence[float]]) -> dict[str, float]:
     }
 
 
-def joined(separate: Mapping[str, LogEstimate], heats: Sequence[Heat]) -> Joined:
-    """Returns the estimates from both. `separate`: estimates by separate trials."""
+def joined(
+    separate: Mapping[str, LogEstimate], heats: Sequence[Heat]
+) -> tuple[dict[str, LogEstimate], list[float]]:
+    """Returns the estimates from both, and the log level of each heat over that of the run.
+
+    `separate`: estimates by separate trials.
+    """
     spread = _spread(separate, heats)
     cells: dict[str, LogEstimate] = {}
     levels = [0.0] * len(heats)
     for part, numbers in enumerate(_connected(heats)):
-        estimates = _solved(separate, [heats[number] for number in numbers], spread)
-        cells |= {name: replace(cell, part=part) for name, cell in estimates.cells.items()}
-        for number, level in zip(numbers, estimates.levels, strict=True):
+        solved, their_levels = _solved(separate, [heats[number] for number in numbers], *spread)
+        cells |= {name: replace(cell, part=part) for name, cell in solved.items()}
+        for number, level in zip(numbers, their_levels, strict=True):
             levels[number] = level
-    return Joined(cells, levels)
-
-
-class HeatSpread(NamedTuple):
-    variance: float
-    degrees: float
-    from_heats: bool
-    """Whether heats show it; else it is that of separate trials."""
+    return cells, levels
 
 
 def _connected(heats: Sequence[Heat]) -> list[list[int]]:
@@ -242,19 +233,23 @@ def _connected(heats: Sequence[Heat]) -> list[list[int]]:
 
 
 def _solved(
-    separate: Mapping[str, LogEstimate], heats: Sequence[Heat], spread: HeatSpread
-) -> Joined:
+    separate: Mapping[str, LogEstimate],
+    heats: Sequence[Heat],
+    variance: float,
+    degrees: float,
+    from_heats: bool,
+) -> tuple[dict[str, LogEstimate], list[float]]:
     """Once the heats' spread is known, they alone decide differences: separate trials would add
     little, and a wrong weight would bias them."""
     import numpy as np
 
     design, values, names = _layout(heats)
     count = len(names)
-    precisions = np.array([_precision(separate[name], spread.variance) for name in names])
-    weights = precisions * (LITTLE if spread.from_heats else 1.0)
-    information = design.T @ design / spread.variance
+    precisions = np.array([_precision(separate[name], variance) for name in names])
+    weights = precisions * (LITTLE if from_heats else 1.0)
+    information = design.T @ design / variance
     information[range(count), range(count)] += weights
-    weighted = design.T @ values / spread.variance
+    weighted = design.T @ values / variance
     weighted[:count] += weights * [separate[name].mean for name in names]
     covariance = np.asarray(np.linalg.inv(information), np.float64)
     solution = covariance @ weighted
@@ -266,13 +261,13 @@ def _solved(
             separate[name],
             mean=float(solution[at]),
             error=math.sqrt(float(variances[at])),
-            degrees=spread.degrees,
+            degrees=degrees,
             trials=separate[name].trials + int(trials[at]),
             level_error=level_error,
         )
         for at, name in enumerate(names)
     }
-    return Joined(cells, [float(level) for level in solution[count:]])
+    return cells, [float(level) for level in solution[count:]]
 
 
 def _layout(heats: Sequence[Heat]) -> tuple[Numbers, Numbers, list[str]]:
@@ -291,7 +286,11 @@ def _layout(heats: Sequence[Heat]) -> tuple[Numbers, Numbers, list[str]]:
     return design, np.array([value for *_, value in observed]), names
 
 
-def _spread(separate: Mapping[str, LogEstimate], heats: Sequence[Heat]) -> HeatSpread:
+def _spread(
+    separate: Mapping[str, LogEstimate], heats: Sequence[Heat]
+) -> tuple[float, float, bool]:
+    """Returns the variance in heats, its degrees of freedom, and whether heats show it; else it is
+    that of separate trials."""
     import numpy as np
 
     design, values, names = _layout(heats)
@@ -300,11 +299,10 @@ def _spread(separate: Mapping[str, LogEstimate], heats: Sequence[Heat]) -> HeatS
     squares = float(((values - design @ fitted) ** 2).sum())
     informative = [separate[name] for name in names if separate[name].degrees > 0]
     if degrees >= FEWEST_DEGREES or not informative:
-        return HeatSpread(max(squares / max(degrees, 1), LEAST_VARIANCE), float(degrees), True)
+        return max(squares / max(degrees, 1), LEAST_VARIANCE), float(degrees), True
     variance = statistics.median(estimate.error**2 * estimate.trials for estimate in informative)
-    return HeatSpread(
-        max(variance, LEAST_VARIANCE), min(estimate.degrees for estimate in informative), False
-    )
+    degrees_of_all = min(estimate.degrees for estimate in informative)
+    return max(variance, LEAST_VARIANCE), degrees_of_all, False
 
 
 LEAST_VARIANCE = 1e-8

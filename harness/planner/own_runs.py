@@ -6,7 +6,6 @@ import csv
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from harness.cell.cell import Cell
@@ -33,15 +32,11 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class MeasuredTraining:
-    shape: ModelShape
-    recipe: Recipe
-    seconds: float
-    """Median time of a step."""
+Training = tuple[ModelShape, Recipe, float]
+"""A measured training, with the median seconds of a step."""
 
 
-def measured_trainings(folder: Path, gpu: GpuModel) -> list[MeasuredTraining]:
+def measured_trainings(folder: Path, gpu: GpuModel) -> list[Training]:
     """Returns the trainings that a folder's table, or else its runs, measured on this GPU.
 
     Raises UsageError if there are none.
@@ -56,7 +51,7 @@ def measured_trainings(folder: Path, gpu: GpuModel) -> list[MeasuredTraining]:
     return found
 
 
-def _of_table(file: Path, gpu: GpuModel) -> Iterator[MeasuredTraining]:
+def _of_table(file: Path, gpu: GpuModel) -> Iterator[Training]:
     with file.open(encoding="utf-8", newline="") as opened:
         rows = list(csv.DictReader(opened))
     for row in rows:
@@ -71,7 +66,7 @@ def _of_table(file: Path, gpu: GpuModel) -> Iterator[MeasuredTraining]:
             raise UsageError(f"{str(file)!r}: {error}") from None
 
 
-def _of_row(row: dict[str, str]) -> MeasuredTraining:
+def _of_row(row: dict[str, str]) -> Training:
     size = int(row["parameters"])
     # Other scripts have other names for the same models.
     known = [shape for shape in named_shapes().values() if shape.parameters == size]
@@ -84,10 +79,10 @@ def _of_row(row: dict[str, str]) -> MeasuredTraining:
         sequence=int(row["sequence_length"]),
         micro_batch=int(row["micro_batch"]),
     )
-    return MeasuredTraining(shape, recipe, float(row["step_seconds"]))
+    return shape, recipe, float(row["step_seconds"])
 
 
-def _of_runs(folder: Path, gpu: GpuModel) -> Iterator[MeasuredTraining]:
+def _of_runs(folder: Path, gpu: GpuModel) -> Iterator[Training]:
     """Yields cells that ran on this GPU, without stand-ins and compiled models.
 
     Steps that wait for the processor's launches say nothing about the GPU, so they are left out.
@@ -102,7 +97,7 @@ def _of_runs(folder: Path, gpu: GpuModel) -> Iterator[MeasuredTraining]:
         cell = Cell.model_validate_json(str(text))
         found = _training_of(cell)
         if found and not launch_bound(*found, gpu):
-            yield MeasuredTraining(*found, seconds)
+            yield *found, seconds
 
 
 def _training_of(cell: Cell) -> tuple[ModelShape, Recipe] | None:
@@ -151,26 +146,24 @@ def _training_of(cell: Cell) -> tuple[ModelShape, Recipe] | None:
 def fit_anchor(folder: Path, question: FitQuestion) -> Anchor:
     """Returns the correction of a fine-tuning's speed; raises UsageError without usable runs."""
     errors = [
-        fit_error(question, run)
-        for run in measured_trainings(folder, question.gpu)
-        if run.recipe.tensor == 1
+        fit_error(question, shape, recipe, seconds)
+        for shape, recipe, seconds in measured_trainings(folder, question.gpu)
+        if recipe.tensor == 1
     ]
     return _anchor(errors, folder)
 
 
-def fit_error(question: FitQuestion, run: MeasuredTraining) -> float:
-    """Returns the log of a run's measured over its predicted time."""
-    recipe = run.recipe
+def fit_error(question: FitQuestion, shape: ModelShape, recipe: Recipe, seconds: float) -> float:
+    """Returns the log of a training's measured over its predicted time."""
     link = question.link_bytes_per_second(recipe.gpus) if recipe.gpus > 1 else None
-    rate = tokens_per_second(run.shape, recipe, question.gpu, link)
-    return math.log(run.seconds * rate / (recipe.tokens * recipe.accumulation))
+    rate = tokens_per_second(shape, recipe, question.gpu, link)
+    return math.log(seconds * rate / (recipe.tokens * recipe.accumulation))
 
 
 def anchored(calibration: ClusterCalibration, folder: Path, cluster: Cluster) -> ClusterCalibration:
     """Returns constants whose times are anchored; raises UsageError without usable runs."""
     errors = []
-    for run in measured_trainings(folder, gpu_named(cluster.device)):
-        recipe = run.recipe
+    for shape, recipe, seconds in measured_trainings(folder, gpu_named(cluster.device)):
         if recipe.adapter:
             continue
         layout = PlannedLayout(
@@ -183,10 +176,10 @@ def anchored(calibration: ClusterCalibration, folder: Path, cluster: Cluster) ->
         )
         batch = recipe.gpus * recipe.micro_batch * recipe.accumulation
         question = ClusterQuestion(
-            run.shape, cluster, recipe.sequence, batch, layout.devices, recipe.precision
+            shape, cluster, recipe.sequence, batch, layout.devices, recipe.precision
         )
         predicted = predict(question, PlannedLayouts.of([layout]), calibration).seconds[0]
-        errors.append(math.log(run.seconds / predicted))
+        errors.append(math.log(seconds / predicted))
     anchor = _anchor(errors, folder)
     return dataclasses.replace(
         calibration, anchor=anchor, source=f"{calibration.source}; {anchor.text}"

@@ -88,17 +88,6 @@ def largest(
     return low, high if high <= most else None
 
 
-@dataclass(frozen=True)
-class Prediction:
-    step: int
-    """Parameters of one block, or tokens, per search step."""
-    blocks: int | None
-    parameters: int | None
-    """Parameters, or tokens, after `blocks` search steps."""
-    activations: tuple[int, int]
-    """Peak activation bytes: at the first search step, and added by each further one."""
-
-
 def token_step(workload: str, ranks: int, budget: int) -> int:
     """Returns a search's token step: about 1 % of the tokens that fill the budget, and a multiple
     of twice the ranks."""
@@ -109,14 +98,19 @@ def token_step(workload: str, ranks: int, budget: int) -> int:
     return few * max(1, round(budget / per_token / 100 / few))
 
 
-def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
-    """Predicts the largest size that fits the budget. `cell`: at one search step."""
+def predict(cell: Cell, budget: int, tokens: int = 0) -> SearchPlan:
+    """Predicts the largest size that fits the budget. `cell`: at one search step.
+
+    `step`: parameters of one block, or tokens, per search step. `parameters`: parameters, or
+    tokens, after `blocks` search steps. `activations`: peak activation bytes at the first search
+    step, and those that each further one adds.
+    """
 
     def after(steps: int) -> Cell:
         return cell_at_size(cell, steps, tokens)
 
     first, second = (int(activation_bytes(after(steps))) for steps in (1, 2))
-    activations = (first, second - first)
+    activations = [first, second - first]
 
     def fits(steps: int) -> bool:
         held = activations[0] + (steps - 1) * activations[1]
@@ -124,10 +118,9 @@ def predict(cell: Cell, budget: int, tokens: int = 0) -> Prediction:
 
     by_formula = states_by_formula(cell) is not None
     steps = largest(fits, 64, most_steps(cell, tokens))[0] if by_formula else None
-    if tokens:
-        return Prediction(tokens, steps, steps and steps * tokens, activations)
-    step = parameters_of(after(2)) - parameters_of(cell)
-    return Prediction(step, steps, steps and parameters_of(after(steps)), activations)
+    step = tokens or parameters_of(after(2)) - parameters_of(cell)
+    size = steps and (steps * tokens or parameters_of(after(steps)))
+    return {"step": step, "blocks": steps, "parameters": size, "activations": activations}
 
 
 def most_steps(cell: Cell, tokens: int = 0) -> int:
@@ -145,21 +138,12 @@ def plan_of(
 ) -> Plan:
     """Plans a search with one cell per strategy. `order`: lists of labels in increasing theoretical
     size."""
-    predicted = {}
-    for cell in cells:
-        prediction = predict(cell, budget, tokens)
-        predicted[cell.id] = {
-            "step": prediction.step,
-            "blocks": prediction.blocks,
-            "parameters": prediction.parameters,
-            "activations": list(prediction.activations),
-        }
     plan = Plan.new(MATRIX, cells, 1, left_out)
     search = {
         "budget": budget,
         "tokens": tokens,
         "order": [list(chain) for chain in order],
-        "predicted": predicted,
+        "predicted": {cell.id: predict(cell, budget, tokens) for cell in cells},
     }
     return replace(plan, search=search)
 

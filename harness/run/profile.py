@@ -3,12 +3,11 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
 from harness.cell.cell import Cell
-from harness.cell.training import States
 from harness.launch.launcher import LauncherProtocol
 from harness.launch.outcome import Outcome
 from harness.measure.rank_traffic import Call, algorithm_bytes, logical_bytes
@@ -38,23 +37,26 @@ def profile_cell(
         profile=True,
         traces=traces,
     )
-    facts = model_facts(workload, cell.sequence_length)
-    costs = strategy.costs
-    theory = Theory(
-        costs.traffic(cell, layout, facts),
-        costs.states(cell, layout, facts),
-        costs.activation_bytes(cell, layout, workload) if cell.precision == "fp32" else None,
+    record = profile_record(run_id, cell, attempt, outcome, layout.servers)
+    if outcome.status != "ok":
+        return record
+    costs, facts = strategy.costs, model_facts(workload, cell.sequence_length)
+    record = replace(
+        record,
+        theory_bytes=costs.traffic(cell, layout, facts),
+        formula_activation_bytes=costs.activation_bytes(cell, layout, workload)
+        if cell.precision == "fp32"
+        else None,
     )
-    return profile_record(run_id, cell, attempt, outcome, theory, layout.servers)
-
-
-@dataclass(frozen=True)
-class Theory:
-    """Values of the strategy's formulas; None without one."""
-
-    sent_bytes: float | None = None
-    states: States | None = None
-    activation_bytes: float | None = None
+    if (states := costs.states(cell, layout, facts)) is None:
+        return record
+    return replace(
+        record,
+        formula_parameter_bytes=states.parameters,
+        formula_gradient_bytes=states.gradients,
+        formula_optimizer_bytes=states.optimizer,
+        formula_library_bytes=states.library,
+    )
 
 
 def profile_record(
@@ -62,11 +64,12 @@ def profile_record(
     cell: Cell,
     attempt: int,
     outcome: Outcome,
-    theory: Theory,
     servers: int = 0,
 ) -> ProfileRecord:
-    """Returns a profile's record, however it ended. `servers`: number of parameter servers,
-    the last ranks."""
+    """Returns a profile's record without formulas, however it ended.
+
+    `servers`: number of parameter servers, the last ranks.
+    """
     record = ProfileRecord(
         run_id=run_id,
         cell_id=cell.id,
@@ -79,21 +82,7 @@ def profile_record(
     if outcome.status != "ok":
         return record
     ranks = [answer.profiled for answer in outcome.answers if answer.profiled]
-    record = _with_memory(_with_bytes(_with_times(record, ranks, servers), ranks), ranks)
-    record = replace(
-        record,
-        theory_bytes=theory.sent_bytes,
-        formula_activation_bytes=theory.activation_bytes,
-    )
-    if (states := theory.states) is None:
-        return record
-    return replace(
-        record,
-        formula_parameter_bytes=states.parameters,
-        formula_gradient_bytes=states.gradients,
-        formula_optimizer_bytes=states.optimizer,
-        formula_library_bytes=states.library,
-    )
+    return _with_memory(_with_bytes(_with_times(record, ranks, servers), ranks), ranks)
 
 
 def _with_times(

@@ -21,7 +21,7 @@ from harness.record.profile_record import COMPONENTS, GPU_PARTS, ProfileRecord
 from harness.record.store import Results, Store
 from harness.record.trial import DeviceSpeed, SpeedMeasurement, matmul_rate
 from harness.run.metrics import Peaks, peaks_of
-from harness.run.profile import Theory, profile_record
+from harness.run.profile import profile_record
 from harness.run.runner import Runner
 from harness.worker.rank_answer import RankAnswer
 from harness.worker.rank_profile import events_of
@@ -189,7 +189,7 @@ def of_rank(rank: int, *parts: float) -> RankAnswer:
 
 
 def profile_of(*ranks: RankAnswer) -> ProfileRecord:
-    return profile_record("run-1", CELL, 1, Outcome("ok", "", 0.0, 1.0, answers=ranks), Theory())
+    return profile_record("run-1", CELL, 1, Outcome("ok", "", 0.0, 1.0, answers=ranks))
 
 
 PROFILE = profile_of(

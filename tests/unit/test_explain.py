@@ -25,7 +25,7 @@ from harness.record.profile_record import COMPONENTS, SPLIT
 from harness.record.run_record import RunRecord
 from harness.record.store import Store, load
 from harness.record.trial import TrialRecord
-from harness.run.profile import Theory, profile_record
+from harness.run.profile import profile_record
 from harness.seam.job import TrainState
 from harness.worker.rank_answer import ProfiledAnswer, RankAnswer
 from harness.worker.rank_profile import events_of, training_thread
@@ -376,8 +376,7 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
     """The 4 s step of three (2, 4 and 18 s) is broken down. Rank 1 works for 1.5 of 2 s; rank 0
     waits for it."""
     outcome = Outcome("ok", "", 0.0, 1.0, answers=(answer(0, 1.0, 1.0), answer(1, 1.5, 0.5)))
-    theory = Theory(sent_bytes=301.0, activation_bytes=7.0)
-    row = profile_record("run-1", Cell(strategy="ddp", devices=2), 1, outcome, theory)
+    row = profile_record("run-1", Cell(strategy="ddp", devices=2), 1, outcome)
     assert (row.profiled_step_seconds, row.plain_step_seconds) == (4.0, 1.0)
     assert row.compute_seconds == (2.0, 3.0)
     assert row.own_seconds == (2.0, 3.0)
@@ -386,7 +385,7 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
     assert row.peak_activations_bytes == (4, 4)
     store = Store(tmp_path)
     store.write_run(RunRecord(**one_cell_run()))
-    store.write_profile(row)
+    store.write_profile(replace(row, theory_bytes=301.0))
     loaded = load(tmp_path).explained
     assert loaded.loc[0, "compute_seconds"].tolist() == [2.0, 3.0]
     assert loaded.loc[0, "theory_bytes"] == 301.0
@@ -394,7 +393,7 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
 
 def test_a_failed_profile_is_recorded_with_its_reason() -> None:
     outcome = Outcome("timeout", "too long", 0.0, 1.0)
-    row = profile_record("run-1", Cell(strategy="ddp"), 2, outcome, Theory(sent_bytes=3.0))
+    row = profile_record("run-1", Cell(strategy="ddp"), 2, outcome)
     assert (row.status, row.reason, row.attempt, row.compute_seconds) == (
         "timeout",
         "too long",
@@ -409,7 +408,7 @@ def test_unseen_bytes_and_memory_are_unknown() -> None:
         0, 1.0, 1.0, calls=None, memory=None, memory_reason="why", sent_bytes_per_step=None
     )
     outcome = Outcome("ok", "", 0.0, 1.0, answers=(blind,))
-    row = profile_record("r", Cell(strategy="x"), 1, outcome, Theory())
+    row = profile_record("r", Cell(strategy="x"), 1, outcome)
     assert (row.logical_bytes, row.sent_bytes, row.peak_tracked_bytes) == ((), (), ())
     assert row.memory_reason == "why"
 
@@ -480,7 +479,7 @@ def test_the_report_shows_where_time_goes_only_for_profiled_cells(tmp_path: Path
         store.write_trial(TrialRecord(**row))
     bare = write_report(store.load(), tmp_path / "bare.html").read_text()
     store.write_profile(
-        profile_record("20260101T000000-abcd", cell, 1, outcome, Theory(sent_bytes=400.0))
+        replace(profile_record("20260101T000000-abcd", cell, 1, outcome), theory_bytes=400.0)
     )
     results: Results = store.load()
     page = write_report(results, tmp_path / "page.html").read_text()

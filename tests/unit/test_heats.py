@@ -50,7 +50,7 @@ def test_intervals_of_differences_and_levels_hold() -> None:
     chance = random.Random(1)
     held: dict[str, list[bool]] = {name: [] for name in LEVELS}
     for _ in range(600):
-        cells = joined(*measured(chance)).cells
+        cells = joined(*measured(chance))[0]
         for name, level in LEVELS.items():
             gap = LogEstimate(
                 cells[name].mean - cells["a"].mean - (level - LEVELS["a"]),
@@ -65,7 +65,7 @@ def test_intervals_of_differences_and_levels_hold() -> None:
             held[name].append(interval.low <= 1 <= interval.high)
     shares = {name: statistics.fmean(own) for name, own in held.items()}
     assert all(0.935 <= share <= 0.99 for share in shares.values()), shares
-    typical = joined(*measured(chance)).cells
+    typical = joined(*measured(chance))[0]
     assert typical["a"].error < typical["e"].error < 0.015
     assert {name: typical[name].trials for name in LEVELS} == {
         "a": 6,
@@ -92,7 +92,7 @@ def test_three_percent_are_seen_in_ten_heats(slower: float, least: float, most: 
             }
             for machine in [chance.gauss(0, 0.1) for _ in range(10)]
         ]
-        cells = joined(separate, heats).cells
+        cells = joined(separate, heats)[0]
         different += ratio(cells["b"], cells["a"]).verdict != "no difference seen"
     assert least <= different / 1000 <= most
 
@@ -103,13 +103,13 @@ def test_heats_of_different_settings_do_not_tie_their_cells() -> None:
         for name, mean in {"a": 0.0, "b": 0.0, "c": 2.0, "d": 2.0}.items()
     }
     heats = [{"a": 1.0, "b": 0.9}, {"c": 5.0, "d": 4.9}] * 5
-    found = joined(separate, heats)
-    assert found.cells["a"].mean - found.cells["b"].mean == pytest.approx(0.1, abs=0.001)
-    assert found.cells["c"].mean == pytest.approx(2.05, abs=0.001)
-    assert found.levels[0] == pytest.approx(0.95, abs=0.01)
-    assert found.levels[1] == pytest.approx(2.95, abs=0.01)
-    assert found.cells["a"].level_error == pytest.approx(SEPARATE / math.sqrt(2), rel=0.01)
-    within, across = (ratio(found.cells["a"], found.cells[name], 0.95) for name in "bc")
+    cells, levels = joined(separate, heats)
+    assert cells["a"].mean - cells["b"].mean == pytest.approx(0.1, abs=0.001)
+    assert cells["c"].mean == pytest.approx(2.05, abs=0.001)
+    assert levels[0] == pytest.approx(0.95, abs=0.01)
+    assert levels[1] == pytest.approx(2.95, abs=0.01)
+    assert cells["a"].level_error == pytest.approx(SEPARATE / math.sqrt(2), rel=0.01)
+    within, across = (ratio(cells["a"], cells[name], 0.95) for name in "bc")
     assert within.precision is not None
     assert across.precision is not None
     assert within.precision < 0.001
@@ -124,7 +124,7 @@ def in_two_parts(chance: random.Random) -> dict[str, LogEstimate]:
         for names in ("ab", "cd") * 5
         for machine in [chance.gauss(0, 0.2)]
     ]
-    return dict(joined(separate, heats).cells)
+    return joined(separate, heats)[0]
 
 
 def test_intervals_hold_between_cells_of_different_heats() -> None:
@@ -173,12 +173,12 @@ def test_a_level_is_common_to_all_pairs_of_two_parts() -> None:
 
 def test_until_their_spread_is_known_heats_are_as_noisy_as_separate_trials() -> None:
     separate = {name: LogEstimate(0.0, SEPARATE, 20, 1) for name in "abc"}
-    few = joined(separate, [{"a": 0.0, "b": -0.1, "c": -0.2}]).cells
+    few = joined(separate, [{"a": 0.0, "b": -0.1, "c": -0.2}])[0]
     assert few["a"].degrees == 20
     assert few["a"].error == pytest.approx(SEPARATE / math.sqrt(2), rel=0.2)
     unknown = {name: LogEstimate(0.0, 0.0, 0, 1) for name in "ab"}
-    assert joined(unknown, [{"a": 0.0, "b": -0.1}]).cells["a"].degrees == 0
-    known = joined(unknown, [{"a": 0.0, "b": -0.1}, {"a": 1.0, "b": 0.91}]).cells
+    assert joined(unknown, [{"a": 0.0, "b": -0.1}])[0]["a"].degrees == 0
+    known = joined(unknown, [{"a": 0.0, "b": -0.1}, {"a": 1.0, "b": 0.91}])[0]
     assert known["a"].degrees == 1
 
 
