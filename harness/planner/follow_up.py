@@ -164,7 +164,7 @@ def cells_of_layout(
         for cell, strategy in _matching(question, workload_of(model), layout, tried)
         if layout.data == 1
         or (
-            strategy.costs.zero_stage == layout.zero
+            strategy.zero_stage == layout.zero
             and (layout.accumulation == 1 or _whole_gradients(strategy) == layout.whole_gradients)
         )
     ]
@@ -217,8 +217,7 @@ def _gathers_bf16(question: ClusterQuestion, layout: PlannedLayout) -> bool:
 
 
 def _whole_gradients(strategy: Strategy) -> bool:
-    costs = strategy.costs
-    return costs.zero_stage >= 2 and costs.accumulates_whole_gradients
+    return strategy.zero_stage >= 2 and strategy.accumulates_whole_gradients
 
 
 def cells_of_layouts(

@@ -124,7 +124,7 @@ def _training_of(cell: Cell) -> tuple[ModelShape, Recipe] | None:
         shape = from_entries(config().to_dict(), name) if config else None
     except (Refused, Unavailable, UsageError):
         return None
-    zero = strategy.costs.zero_stage if layout.data > 1 else 0
+    zero = strategy.zero_stage if layout.data > 1 else 0
     if shape is None or layout.pipeline > 1 or layout.sequence > 1 or zero == 1:
         return None
     recipe = Recipe(

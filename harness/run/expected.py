@@ -107,8 +107,8 @@ def _on_links(cell: Cell) -> float:
         Link.of(cell.links),
     )
     layout = strategy.layout(cell.devices)
-    sent = strategy.costs.traffic(cell, layout, model_facts(workload)) or 0.0
-    by_block = strategy.costs.shards_parameters or layout.replicas < cell.devices
+    sent = strategy.traffic(cell, layout, model_facts(workload)) or 0.0
+    by_block = strategy.shards_parameters or layout.replicas < cell.devices
     messages = 2 * workload.blocks * cell.micro_batches if by_block else 1
     rate = min(link.bits_per_second or UNSHAPED_BITS_PER_SECOND, UNSHAPED_BITS_PER_SECOND)
     return 8 * sent / rate + messages * link.delay_seconds

@@ -432,7 +432,7 @@ def trial_record(
     trial = replace(trial, **outcome.checkpoint)
     facts = model_facts(prepared.workload, cell.sequence_length)
     trial = replace(trial, parameters=facts.parameters, trained_parameters=sum(facts.sizes))
-    if formula := strategy.costs.states(cell, prepared.layout, facts):
+    if formula := strategy.states(cell, prepared.layout, facts):
         trial = replace(
             trial,
             formula_parameter_bytes=formula.parameters,
@@ -446,7 +446,7 @@ def trial_record(
     if outcome.status != "ok" or verification.verdict is None:
         return trial
     trial = with_metrics(trial, cell, outcome.answers, facts, peaks, strategy.cycle)
-    added = strategy.costs.recomputed_flops(cell, prepared.workload)
+    added = strategy.recomputed_flops(cell, prepared.workload)
     trial = replace(trial, hardware_flops_per_step=(trial.flops_per_step or 0.0) + added)
     busy = [a.busy_fraction for a in outcome.trained if a.busy_fraction is not None]
     trial = replace(trial, bubble_fraction=bubble_fraction(busy) if busy else None)

@@ -40,15 +40,15 @@ def profile_cell(
     record = profile_record(run_id, cell, attempt, outcome, layout.servers)
     if outcome.status != "ok":
         return record
-    costs, facts = strategy.costs, model_facts(workload, cell.sequence_length)
+    facts = model_facts(workload, cell.sequence_length)
     record = replace(
         record,
-        theory_bytes=costs.traffic(cell, layout, facts),
-        formula_activation_bytes=costs.activation_bytes(cell, layout, workload)
+        theory_bytes=strategy.traffic(cell, layout, facts),
+        formula_activation_bytes=strategy.activation_bytes(cell, layout, workload)
         if cell.precision == "fp32"
         else None,
     )
-    if (states := costs.states(cell, layout, facts)) is None:
+    if (states := strategy.states(cell, layout, facts)) is None:
         return record
     return replace(
         record,

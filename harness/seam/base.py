@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -77,7 +77,99 @@ class OwnLauncher:
     """Function from cell and scratch folder to the launcher's command; the rank's is appended."""
 
 
-class Strategy(BaseModel, ABC):
+class CostModel:
+    """Formulas of a strategy's memory, traffic and recomputation; None if one is missing."""
+
+    capabilities: ClassVar[Capabilities]
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether parameters are sharded, and gathered when their layer runs."""
+        return False
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO stage of the data axis (arXiv 1910.02054): 0 shards nothing, 1 optimizer states, 2
+        gradients too, 3 parameters too."""
+        return 3 if self.shards_parameters else 0
+
+    @property
+    def accumulates_whole_gradients(self) -> bool:
+        """Whether ranks hold whole gradients until the last micro-batch reduces them."""
+        return False
+
+    @property
+    def recomputes_whole_blocks(self) -> bool:
+        """Whether recomputation runs whole blocks, unlike torch's."""
+        return False
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+        """Returns bytes the fullest rank keeps between steps, with the library's copies."""
+        return None
+
+    @property
+    def pipeline_schedule(self) -> Schedule:
+        """Order of a pipeline's forwards and backwards."""
+        return "1f1b"
+
+    def pipeline_stages(self, layout: Layout) -> Sequence[tuple[int, ...]]:
+        """Returns the stages of each pipeline rank."""
+        return [(stage,) for stage in range(layout.pipeline)]
+
+    def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
+        """Returns a rank's peak bytes in forward, loss and backward of all micro-batches in flight,
+        without states and gradients (harness/workloads/operators.py), if known."""
+        if layout.tensor > 1:
+            return None
+        return self.counted_activations(cell, layout, workload)
+
+    def counted_activations(
+        self, cell: Cell, layout: Layout, workload: Workload, sequence_parallel: bool = False
+    ) -> float:
+        """Counts activations of a rank's tokens and layers; of the fullest rank in a pipeline."""
+        from harness.workloads.operators import activation_bytes, activations_by_depth
+
+        samples = max(1, cell.global_batch // layout.shares // cell.micro_batches)
+        tokens = cell.sequence_length // layout.sequence
+        size = (samples, tokens, cell.recompute)
+        split = (cell.precision, layout.tensor, sequence_parallel)
+        if not self.capabilities.stages:
+            return float(activation_bytes(workload, *size, *split))
+        ends, block, recomputed = activations_by_depth(workload, *size, *split)
+        own, most = self.pipeline_stages(layout), 0.0
+        count, forwards_first = sum(map(len, own)), self.pipeline_schedule in FORWARDS_FIRST
+        for rank, stages in enumerate(own):
+            blocks = sum(len(blocks_of_stage(workload.blocks, stage, count)) for stage in stages)
+            forwards = in_flight(
+                self.pipeline_schedule, rank, len(own), len(stages), cell.micro_batches
+            )
+            held = forwards / len(stages) * blocks * block + recomputed
+            if count - 1 in stages:
+                held += ends * (cell.micro_batches if forwards_first else 1)
+            else:
+                # Gradients of a block's results, where the last stage has the head's.
+                held += (block + recomputed) / 2
+            most = max(most, held)
+        return most
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        """Returns mean bytes a rank must send per step in its library's collectives (see
+        harness/measure/rank_traffic.py)."""
+        return None
+
+    def recomputed_flops(self, cell: Cell, workload: Workload) -> float:
+        """Returns the FLOPs of recomputation per step, over all ranks."""
+        if cell.recompute == "none":
+            return 0.0
+        from harness.workloads.operators import recomputed_flops
+
+        per_sample = recomputed_flops(
+            workload, cell.sequence_length, cell.recompute, self.recomputes_whole_blocks
+        )
+        return float(cell.global_batch * per_sample)
+
+
+class Strategy(CostModel, BaseModel, ABC):
     """One way to spread training over devices. Its fields are options; its docstring's first line
     describes it."""
 
@@ -132,10 +224,6 @@ class Strategy(BaseModel, ABC):
         """Launcher of the ranks, if not the cell's."""
         return None
 
-    @property
-    def costs(self) -> CostModel[Any]:
-        return CostModel(self)
-
     def export(self, cell: Cell, to: str) -> Export | None:
         """Returns how to run the cell under launcher `to` without the suite, if supported; raises
         Refused if anything but the launcher prevents it."""
@@ -156,94 +244,3 @@ class Emulation(Strategy):
     def ranks_agree(self, step: int) -> bool:
         """Returns whether the emulated ranks have equal parameters after this step."""
         return True
-
-
-@dataclass(frozen=True)
-class CostModel(Generic[StrategyT_co]):
-    """Cost formulas of a strategy; None stands for a missing formula."""
-
-    strategy: StrategyT_co
-
-    @property
-    def shards_parameters(self) -> bool:
-        """Whether parameters are sharded, and gathered when their layer runs."""
-        return False
-
-    @property
-    def zero_stage(self) -> int:
-        """ZeRO stage of the data axis (arXiv 1910.02054): 0 shards nothing, 1 optimizer states, 2
-        gradients too, 3 parameters too."""
-        return 3 if self.shards_parameters else 0
-
-    @property
-    def accumulates_whole_gradients(self) -> bool:
-        """Whether ranks hold whole gradients until the last micro-batch reduces them."""
-        return False
-
-    @property
-    def recomputes_whole_blocks(self) -> bool:
-        """Whether recomputation runs whole blocks, unlike torch's."""
-        return False
-
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns bytes the fullest rank keeps between steps, with the library's copies."""
-        return None
-
-    @property
-    def schedule(self) -> Schedule:
-        """Order of a pipeline's forwards and backwards."""
-        return "1f1b"
-
-    def stages(self, layout: Layout) -> Sequence[tuple[int, ...]]:
-        """Returns the stages of each pipeline rank."""
-        return [(stage,) for stage in range(layout.pipeline)]
-
-    def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Returns a rank's peak bytes in forward, loss and backward of all micro-batches in flight,
-        without states and gradients (harness/workloads/operators.py), if known."""
-        if layout.tensor > 1:
-            return None
-        return self.counted_activations(cell, layout, workload)
-
-    def counted_activations(
-        self, cell: Cell, layout: Layout, workload: Workload, sequence_parallel: bool = False
-    ) -> float:
-        """Counts activations of a rank's tokens and layers; of the fullest rank in a pipeline."""
-        from harness.workloads.operators import activation_bytes, activations_by_depth
-
-        samples = max(1, cell.global_batch // layout.shares // cell.micro_batches)
-        tokens = cell.sequence_length // layout.sequence
-        size = (samples, tokens, cell.recompute)
-        split = (cell.precision, layout.tensor, sequence_parallel)
-        if not self.strategy.capabilities.stages:
-            return float(activation_bytes(workload, *size, *split))
-        ends, block, recomputed = activations_by_depth(workload, *size, *split)
-        own, most = self.stages(layout), 0.0
-        count, forwards_first = sum(map(len, own)), self.schedule in FORWARDS_FIRST
-        for rank, stages in enumerate(own):
-            blocks = sum(len(blocks_of_stage(workload.blocks, stage, count)) for stage in stages)
-            forwards = in_flight(self.schedule, rank, len(own), len(stages), cell.micro_batches)
-            held = forwards / len(stages) * blocks * block + recomputed
-            if count - 1 in stages:
-                held += ends * (cell.micro_batches if forwards_first else 1)
-            else:
-                # Gradients of a block's results, where the last stage has the head's.
-                held += (block + recomputed) / 2
-            most = max(most, held)
-        return most
-
-    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns mean bytes a rank must send per step in its library's collectives (see
-        harness/measure/rank_traffic.py)."""
-        return None
-
-    def recomputed_flops(self, cell: Cell, workload: Workload) -> float:
-        """Returns the FLOPs of recomputation per step, over all ranks."""
-        if cell.recompute == "none":
-            return 0.0
-        from harness.workloads.operators import recomputed_flops
-
-        per_sample = recomputed_flops(
-            workload, cell.sequence_length, cell.recompute, self.recomputes_whole_blocks
-        )
-        return float(cell.global_batch * per_sample)

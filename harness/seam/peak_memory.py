@@ -7,11 +7,10 @@ tests/unit/test_peak_memory.py holds against this.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from harness.cell.cell import Cell
-from harness.cell.training import Layout, States
-from harness.seam.base import CostModel, Emulation
+from harness.cell.training import States
+from harness.seam.base import Emulation
 from harness.seam.formulas import model_states, whole_model_states
 from harness.seam.registry import make_strategy
 from harness.workloads import make_workload
@@ -25,7 +24,7 @@ def states_by_formula(cell: Cell) -> States | None:
     """Returns what the fullest rank keeps between steps; None if the strategy has no formula."""
     strategy = make_strategy(cell)
     facts = model_facts(make_workload(cell.workload))
-    return strategy.costs.states(cell, strategy.layout(cell.devices), facts)
+    return strategy.states(cell, strategy.layout(cell.devices), facts)
 
 
 def states_or_bound(cell: Cell) -> States:
@@ -47,10 +46,10 @@ def activation_bytes(cell: Cell) -> float:
     """
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     layout = strategy.layout(cell.devices)
-    counted = strategy.costs.activation_bytes(cell, layout, workload)
+    counted = strategy.activation_bytes(cell, layout, workload)
     if counted is None:
         whole = dataclasses.replace(layout, pipeline=1, tensor=1)
-        counted = strategy.costs.counted_activations(cell, whole, workload)
+        counted = strategy.counted_activations(cell, whole, workload)
     return counted / layout.devices_per_process
 
 
@@ -65,12 +64,13 @@ def peak_bytes(cell: Cell, activations: float | None = None) -> float:
     """
     states = states_or_bound(cell)
     held = activation_bytes(cell) if activations is None else activations
-    costs, layout = _costs(cell)
+    strategy = make_strategy(cell)
+    layout = strategy.layout(cell.devices)
     if states.gradients:
         beside = 0.0
     elif cell.micro_batches > 1 or layout.pipeline > 1:
         beside = held
-    elif costs.shards_parameters:
+    elif strategy.shards_parameters:
         beside = held - model_facts(make_workload(cell.workload)).trained_bytes / layout.data
     elif cell.recompute != "none":
         beside = _of_one_block(cell)
@@ -80,13 +80,8 @@ def peak_bytes(cell: Cell, activations: float | None = None) -> float:
 
 
 def _of_one_block(cell: Cell) -> float:
-    costs, layout = _costs(cell)
+    strategy = make_strategy(cell)
     shallow = make_workload(cell.workload).with_blocks(1)
     if shallow is None:
         return 0.0
-    return costs.activation_bytes(cell, layout, shallow) or 0.0
-
-
-def _costs(cell: Cell) -> tuple[CostModel[Any], Layout]:
-    strategy = make_strategy(cell)
-    return strategy.costs, strategy.layout(cell.devices)
+    return strategy.activation_bytes(cell, strategy.layout(cell.devices), shallow) or 0.0

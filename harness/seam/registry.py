@@ -238,7 +238,7 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
     _admit_recipe(cell, workload, layout, stages)
     if layout.sequence > 1:
         workload.check_sequence(layout, cell.sequence_length)
-    workload.check(cell, strategy.costs.shards_parameters)
+    workload.check(cell, strategy.shards_parameters)
     if cell.recompute != "none":
         workload.check_recompute(cell.recompute)
     if cell.compile != "none":

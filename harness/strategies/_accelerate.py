@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from harness.cell.errors import Refused, Unavailable
 from harness.cell.training import EXACT, Batch, Layout, States, Tolerance, TrainStep
-from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Job, ModelFacts, Strategy
 from harness.seam.formulas import fsdp_transient, model_states, whole_model_states
 from harness.seam.job import LOSS_SCALE, own_precision
 from harness.seam.recipe import whole
@@ -94,8 +94,29 @@ class AccelerateEngine(Strategy):
         return self.zero.config(cell, self.layout(cell.devices), sizes)
 
     @property
-    def costs(self) -> AccelerateEngineCosts:
-        return AccelerateEngineCosts(self)
+    def shards_parameters(self) -> bool:
+        return self.engine in ("zero3", "fsdp2")
+
+    @property
+    def zero_stage(self) -> int:
+        zero = self.zero
+        return zero.stage if zero else super().zero_stage
+
+    @property
+    def accumulates_whole_gradients(self) -> bool:
+        return self.engine == "fsdp2"
+
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+        if zero := self.zero:
+            return zero.states(cell, layout, facts)
+        if self.engine == "ddp":
+            wrapped = cell.device == "cpu" or cell.devices > 1
+            return whole_model_states(cell, facts) if wrapped else model_states(cell, facts)
+        return fsdp2_states(cell, facts, cell.devices)
+
+    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
+        zero = self.zero
+        return zero.traffic(cell, layout, facts) if zero else None
 
 
 def recompute_by_transformers(
@@ -107,33 +128,6 @@ def recompute_by_transformers(
 
 def recompute_elsewhere(model: nn.Module, blocks: Sequence[nn.Module], recompute: str) -> None:
     """Does nothing: the caller or its library enables recomputation later."""
-
-
-class AccelerateEngineCosts(CostModel[AccelerateEngine]):
-    @property
-    def shards_parameters(self) -> bool:
-        return self.strategy.engine in ("zero3", "fsdp2")
-
-    @property
-    def zero_stage(self) -> int:
-        zero = self.strategy.zero
-        return zero.stage if zero else super().zero_stage
-
-    @property
-    def accumulates_whole_gradients(self) -> bool:
-        return self.strategy.engine == "fsdp2"
-
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        if zero := self.strategy.zero:
-            return zero.costs.states(cell, layout, facts)
-        if self.strategy.engine == "ddp":
-            wrapped = cell.device == "cpu" or cell.devices > 1
-            return whole_model_states(cell, facts) if wrapped else model_states(cell, facts)
-        return fsdp2_states(cell, facts, cell.devices)
-
-    def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        zero = self.strategy.zero
-        return zero.costs.traffic(cell, layout, facts) if zero else None
 
 
 def fsdp2_states(cell: Cell, facts: ModelFacts, shards: int) -> States:

@@ -15,7 +15,7 @@ from pydantic import Field
 from harness.cell.errors import Refused, Unavailable
 from harness.cell.training import Layout, Retained, States
 from harness.measure.memory_kinds import local_part, retained_by
-from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Job, ModelFacts, Strategy
 from harness.seam.formulas import fsdp_transient, model_states
 from harness.strategies._accelerate import recompute_by_transformers, recompute_elsewhere
 from harness.workloads import Workload, make_workload
@@ -246,15 +246,11 @@ class MeshStrategy(Strategy):
         check_mesh(cell, workload, self.sizes(cell.devices))
 
     @property
-    def costs(self) -> MeshStrategyCosts:
-        return MeshStrategyCosts(self)
-
-
-class MeshStrategyCosts(CostModel[MeshStrategy]):
-    shards_parameters = True
+    def shards_parameters(self) -> bool:
+        return True
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        sizes = self.strategy.sizes(cell.devices)
+        sizes = self.sizes(cell.devices)
         whole = cell.micro_batches > 1 and self.accumulates_whole_gradients
         states = mesh_states(cell, make_workload(cell.workload), sizes, facts, whole)
         if sizes.tensor > 1 or sizes.expert > 1:

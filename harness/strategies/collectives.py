@@ -8,7 +8,7 @@ from pydantic import Field
 
 from harness.cell.errors import Refused
 from harness.cell.training import EMULATED, EXACT, Batch, Layout, Tolerance, TrainStep
-from harness.seam import Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam import Cell, Job, ModelFacts, Strategy
 from harness.seam.formulas import all_reduced
 from harness.seam.job import standard_step, trained_parameters
 from harness.strategies._replicas import replicas_of
@@ -57,10 +57,6 @@ class Collectives(Strategy):
             return cell.reference()
         return replicas_of(cell, self.period, self.period - 1)
 
-    @property
-    def costs(self) -> CollectivesCosts:
-        return CollectivesCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         model = job.model()
         parameters = list(model.parameters())
@@ -80,10 +76,8 @@ class Collectives(Strategy):
 
         return step
 
-
-class CollectivesCosts(CostModel[Collectives]):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        if self.strategy.average == "parameters":
+        if self.average == "parameters":
             return None
         return all_reduced(layout.data, facts.trained_bytes)
 

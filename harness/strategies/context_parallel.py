@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from harness.cell.errors import Refused, Unavailable
 from harness.cell.training import Batch, Layout, States, TrainStep
-from harness.seam import Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam import Cell, Job, ModelFacts, Strategy
 from harness.seam.formulas import model_states
 from harness.strategies import _sequence
 from harness.workloads import Workload
@@ -39,10 +39,6 @@ class ContextParallel(Strategy):
                 f" {cell.sequence_length} tokens do not divide evenly; use a multiple of"
                 f" {2 * cell.devices} as sequence_length"
             )
-
-    @property
-    def costs(self) -> ContextParallelCosts:
-        return ContextParallelCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         import torch
@@ -80,7 +76,5 @@ class ContextParallel(Strategy):
 
         return ring_step
 
-
-class ContextParallelCosts(CostModel[ContextParallel]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         return model_states(cell, facts)

@@ -17,7 +17,7 @@ from harness.cell.training import (
     TrainStep,
     first_replayed,
 )
-from harness.seam import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Export, Job, ModelFacts, Strategy
 from harness.seam.formulas import (
     all_reduced,
     in_half,
@@ -105,10 +105,6 @@ class Ddp(Strategy):
         saves = {"saves": self.comm_hook != "powersgd"}
         return Export("ddp.py.j2", bucket | saves) if to in ("torchrun", "slurm") else None
 
-    @property
-    def costs(self) -> DdpCosts:
-        return DdpCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         least = least_bucket_mib(self.comm_hook, job.cell, job.workload)
         model = wrap_in_ddp(
@@ -126,20 +122,18 @@ class Ddp(Strategy):
         ]
         return standard_step(job, model, optimizer, no_sync=model.no_sync)
 
-
-class DdpCosts(CostModel[Ddp]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         whole = whole_model_states(cell, facts)
-        if self.strategy.comm_hook == "powersgd":
+        if self.comm_hook == "powersgd":
             reduced_bytes = facts.trained_bytes + factor_bytes(make_workload(cell.workload))
             whole = dataclasses.replace(whole, library=whole.library + reduced_bytes)
         # Without exchange, backward allocates gradients of its own (`no_sync`).
-        views = self.strategy.gradient_as_bucket_view and cell.micro_batches == 1
+        views = self.gradient_as_bucket_view and cell.micro_batches == 1
         return dataclasses.replace(whole, transient=0.0) if views else whole
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Adds rank 0's broadcast of buffers; None for PowerSGD."""
-        hook = self.strategy.comm_hook
+        hook = self.comm_hook
         if hook == "powersgd":
             return None
         sent = facts.trained_bytes if hook == "none" else in_half(facts)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.cell.training import EXACT, Layout, States, Tolerance, TrainStep
-from harness.seam import Cell, CostModel, Export, Job, ModelFacts
+from harness.seam import Cell, Export, Job, ModelFacts
 from harness.seam.formulas import all_reduced, model_states, passed_once
 from harness.strategies import _deepspeed_engine as engines
 from harness.strategies._accelerate_config import accelerate_export, deepspeed_variables
@@ -68,10 +68,6 @@ class Deepspeed(ZeroOptions):
         saved = {"saves": not on_disk, "trained": "engine"}
         return Export("deepspeed.py.j2", {**plain, **asked, **saved}, files, variables)
 
-    @property
-    def costs(self) -> DeepspeedCosts:
-        return DeepspeedCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         settle(job.device.type, job.local_processes)
         import deepspeed
@@ -117,17 +113,13 @@ class Deepspeed(ZeroOptions):
     def whole(self, engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
         return engines.full_parameters(engine)
 
-
-class DeepspeedCosts(CostModel[Deepspeed]):
-    """Formulas of ZeRO (arXiv 1910.02054), with the library's deviations."""
-
     @property
     def zero_stage(self) -> int:
-        return self.strategy.stage
+        return self.stage
 
     @property
     def shards_parameters(self) -> bool:
-        return self.strategy.stage == 3
+        return self.stage == 3
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Returns the fullest rank's states: ZeRO's (section 3.1) plus what DeepSpeed 0.19.8 adds.
@@ -136,7 +128,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         it: it compares a device with its name). Stage 3 also keeps the partition's gradients and
         reduction buckets.
         """
-        chosen = self.strategy
+        chosen = self
         width, moments = 4 if cell.precision == "fp32" else 2, cell.moments
         whole, ranks, sizes = sum(facts.sizes), layout.replicas, facts.sizes
         buffers = float(facts.buffer_bytes)
@@ -169,7 +161,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         )
 
     def _states_3(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        chosen = self.strategy
+        chosen = self
         swapping = chosen.swapping(cell, layout.replicas, facts.sizes)
         width, parts, groups = swapping.width, swapping.parts, swapping.groups
         moments = cell.moments
@@ -215,7 +207,7 @@ class DeepspeedCosts(CostModel[Deepspeed]):
         forward and backward, except parameters reused soon (`_reused`), and persistent ones after
         the update. None for stage 3 with recomputation, whose gathers depend on prefetching.
         """
-        chosen = self.strategy
+        chosen = self
         width, ranks = 4 if cell.precision == "fp32" else 2, layout.replicas
         parts = cell.micro_batches
         model_bytes = float(width * sum(facts.sizes))

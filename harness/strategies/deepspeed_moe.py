@@ -6,7 +6,7 @@ from pydantic import Field
 
 from harness.cell.errors import Refused
 from harness.cell.training import Layout, States, TrainStep
-from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Job, ModelFacts, Strategy
 from harness.strategies import _deepspeed_engine as engines
 from harness.strategies._deepspeed import settle
 from harness.strategies.deepspeed import Deepspeed
@@ -55,10 +55,6 @@ class DeepspeedMoe(Strategy):
                     f" {count}"
                 )
 
-    @property
-    def costs(self) -> DeepspeedMoeCosts:
-        return DeepspeedMoeCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         settle(job.device.type, job.local_processes)
         import deepspeed
@@ -85,16 +81,14 @@ class DeepspeedMoe(Strategy):
         engines.save_by_engine(job, engine)
         return engines.engine_step(job, engine)
 
-
-class DeepspeedMoeCosts(CostModel[DeepspeedMoe]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         inside = make_workload(cell.workload).mixture_path + ".experts."
         sizes = [
-            size // self.strategy.expert if inside in name else size
+            size // self.expert if inside in name else size
             for name, size in zip(facts.trainable, facts.sizes, strict=True)
         ]
         size = facts.trained_bytes * sum(sizes) // sum(facts.sizes)
         local_facts = dataclasses.replace(
             facts, sizes=tuple(sizes), parameter_bytes=size, trained_bytes=size
         )
-        return Deepspeed(stage=0).costs.states(cell, layout, local_facts)
+        return Deepspeed(stage=0).states(cell, layout, local_facts)

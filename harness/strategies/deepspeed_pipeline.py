@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from harness.cell.training import Batch, Layout, Retained, TrainStep
-from harness.seam import Capabilities, Cell, CostModel, Job, Strategy
+from harness.seam import Capabilities, Cell, Job, Strategy
 from harness.seam.formulas import KEPT_RESULTS, logits_bytes
 from harness.strategies import _deepspeed_engine as engines
 from harness.strategies._deepspeed import settle
@@ -37,10 +37,6 @@ class DeepspeedPipeline(Strategy):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         workload.check_split(self.layout(cell.devices))
-
-    @property
-    def costs(self) -> DeepspeedPipelineCosts:
-        return DeepspeedPipelineCosts(self)
 
     def setup(self, job: Job) -> TrainStep:
         settle(job.device.type, job.local_processes)
@@ -109,6 +105,14 @@ class DeepspeedPipeline(Strategy):
             return LayerSpec(Stage, job, index, count)
         return TiedLayerSpec("tied", Stage, job, index, count, tied_weight_attr=shared)
 
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
+        from harness.seam.formulas import pipeline_states
+        from harness.workloads import make_workload
+
+        workload = make_workload(cell.workload)
+        buffers = functools.partial(engine_buffers, cell=cell, workload=workload)
+        return pipeline_states(cell, layout, facts, self.pipeline_stages(layout), buffers=buffers)
+
 
 def count_in_norm(stage: Stage) -> None:
     """Marks a stage's parameters as model parallel, except copies of the first stage's.
@@ -118,16 +122,6 @@ def count_in_norm(stage: Stage) -> None:
     copies = stage.split.tied if stage.last and not stage.first else {}
     for name, parameter in stage.model.named_parameters():
         parameter.model_parallel = name not in copies  # type: ignore[attr-defined]
-
-
-class DeepspeedPipelineCosts(CostModel[DeepspeedPipeline]):
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        from harness.seam.formulas import pipeline_states
-        from harness.workloads import make_workload
-
-        workload = make_workload(cell.workload)
-        buffers = functools.partial(engine_buffers, cell=cell, workload=workload)
-        return pipeline_states(cell, layout, facts, self.stages(layout), buffers=buffers)
 
 
 def timed_instructions(engine: PipelineEngine) -> list[tuple[object, str]]:

@@ -11,7 +11,7 @@ from pydantic import Field
 from harness.cell.errors import Refused
 from harness.cell.training import EMULATED, Layout, States, Tolerance, TrainStep
 from harness.host.tcp_store import LOOPBACK, open_store
-from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Job, ModelFacts, Strategy
 from harness.seam.checkpoints import StateFiles, Tensors
 from harness.seam.formulas import model_states
 from harness.seam.job import standard_step
@@ -66,10 +66,6 @@ class DiLoCo(Strategy):
         outer = self.outer_learning_rate, self.outer_momentum
         return replicas_of(cell, self.period, self.period - 1, outer=outer)
 
-    @property
-    def costs(self) -> DiLoCoCosts:
-        return DiLoCoCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         import torch
         from torchft.local_sgd import DiLoCo as TorchftDiLoCo
@@ -100,15 +96,13 @@ class DiLoCo(Strategy):
         job.save_by(files.save, files.load)
         return standard_step(job, model, inner)
 
-
-class DiLoCoCosts(CostModel[DiLoCo]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Returns inner states, the period's starting point (in host memory) and outer momentum.
 
         The outer step adds outer gradients and a copy of the parameters.
         """
         inner = model_states(cell, facts)
-        momentum = facts.parameter_bytes if self.strategy.outer_momentum else 0
+        momentum = facts.parameter_bytes if self.outer_momentum else 0
         start = facts.parameter_bytes if cell.device == "cpu" else 0
         return dataclasses.replace(
             inner,

@@ -52,10 +52,6 @@ class DistributedConfigParallel(mesh.MeshStrategy):
         shards = self.sizes(cell.devices).shards
         return Export("distributed_config.py.j2", {"shards": shards}, variables=hidden)
 
-    @property
-    def costs(self) -> DistributedConfigParallelCosts:
-        return DistributedConfigParallelCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         sizes = self.sizes(job.cell.devices)
         model = mesh.load(job, sizes)
@@ -69,14 +65,12 @@ class DistributedConfigParallel(mesh.MeshStrategy):
             )
         return standard_step(job, model, optimizer, no_sync=no_sync)
 
-
-class DistributedConfigParallelCosts(mesh.MeshStrategyCosts):
     @property
     def accumulates_whole_gradients(self) -> bool:
-        return self.strategy.replicas == 1
+        return self.replicas == 1
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
+        workload, sizes = make_workload(cell.workload), self.sizes(cell.devices)
         if sizes.tensor == 1:
             freed = mesh.plans_of(workload).freed
             scatters = scatters_of(cell.micro_batches, sizes.replicas)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from harness.cell.errors import Refused, Unavailable
 from harness.cell.training import Layout, Retained, States, TrainStep
-from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Job, ModelFacts, Strategy
 from harness.seam.checkpoints import StateDict, StateFiles
 from harness.seam.formulas import fsdp_transient, model_states
 from harness.seam.job import sharded_loss_scaler, standard_step
@@ -56,10 +56,6 @@ class FairscaleFsdp(Strategy):
         if cell.device != "cuda":
             raise Unavailable("fairscale's FullyShardedDataParallel needs CUDA streams; use a GPU")
 
-    @property
-    def costs(self) -> FairscaleFsdpCosts:
-        return FairscaleFsdpCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         import torch
         from fairscale.nn.data_parallel import FullyShardedDataParallel
@@ -94,23 +90,25 @@ class FairscaleFsdp(Strategy):
         no_sync, scaler = model.no_sync if self.no_sync else None, sharded_loss_scaler(job)
         return standard_step(job, model, optimizer, no_sync=no_sync, scaler=scaler)
 
+    @property
+    def recomputes_whole_blocks(self) -> bool:
+        return True
 
-class FairscaleFsdpCosts(CostModel[FairscaleFsdp]):
-    recomputes_whole_blocks = True
-
-    shards_parameters = True
+    @property
+    def shards_parameters(self) -> bool:
+        return True
 
     @property
     def accumulates_whole_gradients(self) -> bool:
-        return self.strategy.no_sync
+        return self.no_sync
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         shard = model_states(cell, facts, shards=layout.data)
-        if self.strategy.cpu_offload:
+        if self.cpu_offload:
             shard = dataclasses.replace(shard, parameters=0.0, optimizer=0.0)
         whole = cell.micro_batches > 1 and self.accumulates_whole_gradients
         gradients = float(facts.trained_bytes) if whole else shard.transient
-        reshards = self.strategy.reshard_after_forward
+        reshards = self.reshard_after_forward
         transient = fsdp_transient(cell, facts, gradients, reshards, flat=True)
         return dataclasses.replace(shard, transient=transient)
 

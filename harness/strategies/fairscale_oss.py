@@ -12,7 +12,7 @@ from harness.cell.errors import Refused
 from harness.cell.training import EXACT, Layout, Retained, States, Tolerance, TrainStep
 from harness.measure.memory_kinds import retained_by
 from harness.parity.verdict import widest
-from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Job, ModelFacts, Strategy
 from harness.seam.checkpoints import StateFiles
 from harness.seam.formulas import model_states
 from harness.seam.job import sharded_loss_scaler, standard_step
@@ -61,10 +61,6 @@ class FairscaleOss(Strategy):
         reduced = REDUCED if self.reduce_fp16 else EXACT
         return widest(reduced, BROADCAST if self.broadcast_fp16 else EXACT)
 
-    @property
-    def costs(self) -> FairscaleOssCosts:
-        return FairscaleOssCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         from fairscale.nn.data_parallel import ShardedDataParallel
         from fairscale.optim import OSS
@@ -96,17 +92,19 @@ class FairscaleOss(Strategy):
             clear=functools.partial(model.zero_grad, set_to_none=True),
         )
 
+    @property
+    def recomputes_whole_blocks(self) -> bool:
+        return True
 
-class FairscaleOssCosts(CostModel[FairscaleOss]):
-    recomputes_whole_blocks = True
-
-    zero_stage = 2
+    @property
+    def zero_stage(self) -> int:
+        return 2
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         shares: list[list[int]] = [[] for _ in range(layout.data)]
         for size in facts.sizes:
             min(shares, key=sum).append(size)
-        room = min(self.strategy.reduce_buffer_size, facts.parameters) if layout.data > 1 else 0
+        room = min(self.reduce_buffer_size, facts.parameters) if layout.data > 1 else 0
         # Buckets fill up from the smallest gradient, while there is space.
         filled = sum(
             max((end for end in itertools.accumulate(sorted(share)) if end < room), default=0)

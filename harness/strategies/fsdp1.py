@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from harness.cell.errors import Refused, Unavailable
 from harness.cell.training import Layout, States, TrainStep
-from harness.seam import Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.seam import Cell, Export, Job, ModelFacts, Strategy
 from harness.seam.checkpoints import moments_by_torch, plain_name
 from harness.seam.formulas import fsdp_transient, model_states
 from harness.seam.job import sharded_loss_scaler, standard_step
@@ -55,10 +55,6 @@ class Fsdp1(Strategy):
     def export(self, cell: Cell, to: str) -> Export | None:
         return Export("fsdp1.py.j2", {"saves": True}) if to in ("torchrun", "slurm") else None
 
-    @property
-    def costs(self) -> Fsdp1Costs:
-        return Fsdp1Costs(self)
-
     def setup(self, job: Job) -> TrainStep:
         import torch
         from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
@@ -89,15 +85,15 @@ class Fsdp1(Strategy):
         scaler = sharded_loss_scaler(job)
         return standard_step(job, model, optimizer, no_sync=model.no_sync, scaler=scaler)
 
-
-class Fsdp1Costs(CostModel[Fsdp1]):
-    accumulates_whole_gradients = True
+    @property
+    def accumulates_whole_gradients(self) -> bool:
+        return True
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Counts gradients of flat parameters, including frozen parts; unsharded with several
         micro-batches (torch 2.13, measured on two ranks)."""
-        shards = cell.devices // 2 if self.strategy.sharding == "hybrid_shard" else cell.devices
-        chosen, whole = self.strategy, cell.micro_batches > 1
+        shards = cell.devices // 2 if self.sharding == "hybrid_shard" else cell.devices
+        chosen, whole = self, cell.micro_batches > 1
         states = model_states(cell, facts, shards)
         model_bytes = float(facts.parameter_bytes)
         gradients = model_bytes / (1 if whole else shards)
@@ -108,11 +104,13 @@ class Fsdp1Costs(CostModel[Fsdp1]):
         transient = fsdp_transient(cell, facts, gradients, reshards, whole=model_bytes, flat=True)
         return dataclasses.replace(states, transient=transient)
 
-    shards_parameters = True
+    @property
+    def shards_parameters(self) -> bool:
+        return True
 
     @property
     def zero_stage(self) -> int:
-        return 2 if self.strategy.sharding == "shard_grad_op" else 3
+        return 2 if self.sharding == "shard_grad_op" else 3
 
 
 def wrap_policy(job: Job, model: nn.Module) -> Callable[..., bool]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from harness.cell.errors import Refused
 from harness.cell.training import EXACT, Layout, States, Tolerance, TrainStep
-from harness.seam import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Export, Job, ModelFacts, Strategy
 from harness.seam.formulas import (
     all_reduced,
     fsdp_transient,
@@ -92,10 +92,6 @@ class Fsdp2(Strategy):
         values = {"saves": True} | ({"autocast": False} if self.mixed_precision else {})
         return Export("fsdp2.py.j2", values) if to in ("torchrun", "slurm") else None
 
-    @property
-    def costs(self) -> Fsdp2Costs:
-        return Fsdp2Costs(self)
-
     def setup(self, job: Job) -> TrainStep:
         import torch
         from torch.distributed import fsdp
@@ -121,20 +117,20 @@ class Fsdp2(Strategy):
         no_sync = functools.partial(without_sync, root) if self.no_sync else None
         return standard_step(job, model, optimizer, no_sync=no_sync)
 
-
-class Fsdp2Costs(CostModel[Fsdp2]):
-    shards_parameters = True
+    @property
+    def shards_parameters(self) -> bool:
+        return True
 
     @property
     def accumulates_whole_gradients(self) -> bool:
-        return self.strategy.no_sync
+        return self.no_sync
 
     @property
     def zero_stage(self) -> int:
-        return 3 if self.strategy.reshard_after_forward else 2
+        return 3 if self.reshard_after_forward else 2
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        chosen, shard = self.strategy, model_states(cell, facts, shards=self._shards(cell))
+        chosen, shard = self, model_states(cell, facts, shards=self._shards(cell))
         if chosen.cpu_offload and cell.device == "cuda":
             shard = dataclasses.replace(shard, parameters=0.0, optimizer=0.0, transient=0.0)
         whole = cell.micro_batches > 1 and self.accumulates_whole_gradients
@@ -156,14 +152,14 @@ class Fsdp2Costs(CostModel[Fsdp2]):
             return None
         blocks = facts.parameters - unit_sizes(make_workload(cell.workload), facts)[""]
         whole = float(facts.parameter_bytes)
-        again = whole * blocks / facts.parameters if self.strategy.reshard_after_forward else 0.0
+        again = whole * blocks / facts.parameters if self.reshard_after_forward else 0.0
         gathered = whole + again
-        scattered = whole * (1 if self.strategy.no_sync else parts)
-        between = all_reduced(2, scattered / shards) if self.strategy.hybrid else 0.0
+        scattered = whole * (1 if self.no_sync else parts)
+        between = all_reduced(2, scattered / shards) if self.hybrid else 0.0
         return passed_once(shards, parts * gathered + scattered) + between
 
     def _shards(self, cell: Cell) -> int:
-        return cell.devices // 2 if self.strategy.hybrid else cell.devices
+        return cell.devices // 2 if self.hybrid else cell.devices
 
 
 def prefetch_neighbours(blocks: Sequence[FSDPModule]) -> None:

@@ -11,7 +11,7 @@ from pydantic import Field
 from harness.cell.errors import Refused, Unavailable
 from harness.cell.training import Layout, States, Tolerance, TrainStep
 from harness.parity.verdict import widest
-from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, OwnLauncher, Strategy
+from harness.seam import Capabilities, Cell, Job, ModelFacts, OwnLauncher, Strategy
 from harness.seam.formulas import all_reduced, in_half, model_states
 from harness.seam.job import standard_step
 from harness.strategies import _horovod
@@ -97,10 +97,6 @@ class Horovod(Strategy):
     def _mpirun(self, cell: Cell, scratch: Path) -> list[str]:
         return _horovod.mpirun(cell.devices, scratch, self.transport == "tcp")
 
-    @property
-    def costs(self) -> HorovodCosts:
-        return HorovodCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         _horovod.initialize(job, self.controller, self._buffer_size, self.cycle_time_ms)
         model = job.model()
@@ -115,20 +111,18 @@ class Horovod(Strategy):
     def _buffer_size(self) -> int:
         return int(self.fusion_threshold_mib * 2**20)
 
-
-class HorovodCosts(CostModel[Horovod]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Returns a full copy, the fusion buffer and, with Adasum, each update's starting point.
 
         On CPUs, only the part of the buffer that gradients fill takes memory.
         """
-        starts = 4.0 * facts.parameters if self.strategy.op == "adasum" else 0.0
-        buffer_bytes = self.strategy._buffer_size + starts if cell.devices > 1 else 0.0
+        starts = 4.0 * facts.parameters if self.op == "adasum" else 0.0
+        buffer_bytes = self._buffer_size + starts if cell.devices > 1 else 0.0
         states = model_states(cell, facts)
         return dataclasses.replace(states, library=states.library + buffer_bytes)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        if self.strategy.op == "adasum":
+        if self.op == "adasum":
             return None
-        compressed = self.strategy.compression == "fp16"
+        compressed = self.compression == "fp16"
         return all_reduced(layout.data, in_half(facts) if compressed else facts.trained_bytes)

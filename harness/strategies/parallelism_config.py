@@ -56,10 +56,6 @@ class ParallelismConfigMesh(mesh.MeshStrategy):
         real = "Accelerate takes a ParallelismConfig on GPUs only; it is told that the CPU is one,"
         return f"{real} and communicates over gloo" if cell.device == "cpu" else None
 
-    @property
-    def costs(self) -> ParallelismConfigMeshCosts:
-        return ParallelismConfigMeshCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         from accelerate.parallelism_config import ParallelismConfig
 
@@ -77,20 +73,18 @@ class ParallelismConfigMesh(mesh.MeshStrategy):
         scheduler = _accelerate.prepare_scheduler(job, accelerator, optimizer)
         return _accelerate.train_step(job, accelerator, model, optimizer, scheduler)
 
-
-class ParallelismConfigMeshCosts(mesh.MeshStrategyCosts):
     @property
     def accumulates_whole_gradients(self) -> bool:
-        return self.strategy.tensor == 1
+        return self.tensor == 1
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        sizes = self.strategy.sizes(cell.devices)
+        sizes = self.sizes(cell.devices)
         if sizes.tensor > 1:
             return super().states(cell, layout, facts)
         return _accelerate.fsdp2_states(cell, facts, sizes.shards)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        workload, sizes = make_workload(cell.workload), self.strategy.sizes(cell.devices)
+        workload, sizes = make_workload(cell.workload), self.sizes(cell.devices)
         if sizes.tensor > 1:
             return tensor_traffic(cell, layout, workload, sizes, facts)
         freed = freed_modules(workload)

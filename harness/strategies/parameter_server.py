@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from harness.cell.errors import Refused
 from harness.cell.training import EXACT, Batch, Layout, States, Tolerance, TrainStep
-from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Job, ModelFacts, Strategy
 from harness.seam.formulas import model_states
 from harness.seam.job import Wait, loss_scaler, parameters_of, trained_parameters
 from harness.seam.recipe import clip_gradients
@@ -84,10 +84,6 @@ class ParameterServer(Strategy):
             " updated meanwhile",
         )
 
-    @property
-    def costs(self) -> ParameterServerCosts:
-        return ParameterServerCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         model, tcp = job.model(), self.transport == "tcp"
         together = job.layout.data if self.mode == "synchronous" else 1
@@ -104,8 +100,6 @@ class ParameterServer(Strategy):
         join(job, tcp)
         return serve(job, optimizer, trained_parameters(model), together)
 
-
-class ParameterServerCosts(CostModel[ParameterServer]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         """Returns the server's states with all workers' gradients; workers keep only parameters."""
         return dataclasses.replace(

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from harness.cell.errors import Refused
 from harness.cell.training import Layout, States, TrainStep
-from harness.seam import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Export, Job, ModelFacts, Strategy
 from harness.seam.checkpoints import OF_STAGES
 from harness.seam.formulas import (
     V_SHAPED,
@@ -72,10 +72,6 @@ class Pipeline(Strategy):
         values = pipeline_values(split, self.schedule, cell.devices, self._per_rank)
         return Export("pipeline.py.j2", values)
 
-    @property
-    def costs(self) -> PipelineCosts:
-        return PipelineCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         from harness.seam.pipelining import Pipe, Stage, train_step
 
@@ -84,18 +80,16 @@ class Pipeline(Strategy):
         pipe = Pipe(job, self.schedule, [Stage(job, index, count) for index in stages])
         return train_step(job, pipe, job.optimizer(pipe.parameters))
 
-
-class PipelineCosts(CostModel[Pipeline]):
     @property
-    def schedule(self) -> Schedule:
-        return self.strategy.schedule
+    def pipeline_schedule(self) -> Schedule:
+        return self.schedule
 
-    def stages(self, layout: Layout) -> list[tuple[int, ...]]:
+    def pipeline_stages(self, layout: Layout) -> list[tuple[int, ...]]:
         ranks = layout.pipeline
-        return [self.strategy._stages_of(rank, ranks) for rank in range(ranks)]
+        return [self._stages_of(rank, ranks) for rank in range(ranks)]
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        return pipeline_states(cell, layout, facts, self.stages(layout))
+        return pipeline_states(cell, layout, facts, self.pipeline_stages(layout))
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Counts hidden states, their gradients and tied gradients.
@@ -106,8 +100,8 @@ class PipelineCosts(CostModel[Pipeline]):
         if hidden is None:
             return None
         ranks, split = layout.pipeline, make_workload(cell.workload).split
-        v_shaped = self.strategy.schedule in V_SHAPED
-        boundaries = 2 * (ranks - 1) if v_shaped else ranks * self.strategy._per_rank - 1
+        v_shaped = self.schedule in V_SHAPED
+        boundaries = 2 * (ranks - 1) if v_shaped else ranks * self._per_rank - 1
         sizes = dict(zip(facts.trainable, facts.sizes, strict=True))
         apart = split is not None and ranks > 1 and not v_shaped
         tied = sum(8.0 * sizes[owner] for owner in split.tied.values()) if split and apart else 0.0

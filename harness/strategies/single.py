@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from harness.cell.training import Layout, States, TrainStep
-from harness.seam import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Export, Job, ModelFacts, Strategy
 from harness.seam.formulas import model_states
 from harness.seam.job import standard_step
 
@@ -19,17 +19,11 @@ class Single(Strategy):
     def export(self, cell: Cell, to: str) -> Export | None:
         return Export("single.py.j2", {"saves": True}) if to in ("torchrun", "slurm") else None
 
-    @property
-    def costs(self) -> SingleCosts:
-        return SingleCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         model = job.model()
         optimizer = job.optimizer_of(model)
         job.register(model, optimizer)
         return standard_step(job, model, optimizer)
 
-
-class SingleCosts(CostModel[Single]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         return model_states(cell, facts)

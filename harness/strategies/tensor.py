@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.cell.errors import Refused
 from harness.cell.training import Layout, States, TrainStep
-from harness.seam import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Export, Job, ModelFacts, Strategy
 from harness.seam.formulas import all_reduced, facts_of_part, hidden_bytes, model_states
 from harness.seam.job import standard_step
 from harness.workloads import Workload, make_workload
@@ -63,10 +63,6 @@ class TensorParallel(Strategy):
         values = tensor_values(workload, workload.split, self.sequence_parallel)
         return Export("tensor.py.j2", values)
 
-    @property
-    def costs(self) -> TensorParallelCosts:
-        return TensorParallelCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -81,8 +77,6 @@ class TensorParallel(Strategy):
         # A split sequence needs explicit positions, which the stage knows.
         return standard_step(job, stage if self.sequence_parallel else stage.model, optimizer)
 
-
-class TensorParallelCosts(CostModel[TensorParallel]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
         """Sequence parallelism also splits embedding and head."""
         split = make_workload(cell.workload).split
@@ -90,7 +84,7 @@ class TensorParallelCosts(CostModel[TensorParallel]):
             return None
 
         def held(name: str) -> float:
-            return 1 / layout.tensor if split.is_split(name, self.strategy.sequence_parallel) else 1
+            return 1 / layout.tensor if split.is_split(name, self.sequence_parallel) else 1
 
         local_facts = facts_of_part(facts, held)
         return model_states(cell, local_facts) if local_facts else None
@@ -100,7 +94,7 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         4.2.2)."""
         if workload.split is None or not workload.split.one_reduction_each:
             return None
-        shared = self.strategy.sequence_parallel and layout.tensor > 1
+        shared = self.sequence_parallel and layout.tensor > 1
         return self.counted_activations(cell, layout, workload, shared)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
@@ -111,7 +105,7 @@ class TensorParallelCosts(CostModel[TensorParallel]):
         layer's input, seven for Llama. A recomputed block repeats all forward ones except the last.
         """
         workload, hidden = make_workload(cell.workload), hidden_bytes(cell, layout)
-        if hidden is None or workload.split is None or self.strategy.sequence_parallel:
+        if hidden is None or workload.split is None or self.sequence_parallel:
             return None
         if not workload.split.one_reduction_each:
             return None

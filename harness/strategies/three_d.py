@@ -8,7 +8,7 @@ from pydantic import Field
 
 from harness.cell.errors import Refused
 from harness.cell.training import Layout, Retained, States, TrainStep
-from harness.seam import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Export, Job, ModelFacts, Strategy
 from harness.seam.checkpoints import OF_STAGES
 from harness.seam.formulas import (
     Schedule,
@@ -92,10 +92,6 @@ class ThreeD(Strategy):
         torchtitan. Otherwise each micro-batch would gather all blocks again."""
         return None if self.pipeline == 1 else False
 
-    @property
-    def costs(self) -> ThreeDCosts:
-        return ThreeDCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -124,33 +120,31 @@ class ThreeD(Strategy):
 
         return train_step(job, pipe, optimizer, averaged, restore=restore, library=buckets)
 
-
-class ThreeDCosts(CostModel[ThreeD]):
     @property
     def accumulates_whole_gradients(self) -> bool:
-        return self.strategy.data_axis == "fsdp2"  # see torch's PipelineStage
+        return self.data_axis == "fsdp2"  # see torch's PipelineStage
 
     @property
     def zero_stage(self) -> int:
-        sharded = 2 if self.strategy.reshards is False else 3
-        return {"fsdp2": sharded, "zero1": 1}.get(self.strategy.data_axis, 0)
+        sharded = 2 if self.reshards is False else 3
+        return {"fsdp2": sharded, "zero1": 1}.get(self.data_axis, 0)
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        keeps = functools.partial(axis_states, axis=self.strategy.data_axis, ranks=layout.data)
-        return pipeline_states(cell, layout, facts, self.stages(layout), keeps)
+        keeps = functools.partial(axis_states, axis=self.data_axis, ranks=layout.data)
+        return pipeline_states(cell, layout, facts, self.pipeline_stages(layout), keeps)
 
     @property
-    def schedule(self) -> Schedule:
-        return self.strategy.schedule
+    def pipeline_schedule(self) -> Schedule:
+        return self.schedule
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
         """Adds what FSDP2 holds whole until the last micro-batch: gradients, and parameters unless
         it frees them after forward."""
         held = self.counted_activations(cell, layout, workload)
-        if self.strategy.data_axis != "fsdp2":
+        if self.data_axis != "fsdp2":
             return held
         split = model_facts(workload).trained_bytes / layout.pipeline / layout.tensor
-        whole = 2 if self.strategy.reshards is False else 1
+        whole = 2 if self.reshards is False else 1
         return held + split * (whole - 1 / layout.data)
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from harness.cell.errors import Refused
 from harness.cell.training import Layout, States
 from harness.seam import Cell, Job, ModelFacts
-from harness.strategies.deepspeed import Deepspeed, DeepspeedCosts
+from harness.strategies.deepspeed import Deepspeed
 from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:
@@ -51,18 +51,12 @@ class TiledLinear(Deepspeed):
     def whole(self, engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
         return join_tiles(engine.module, super().whole(engine))
 
-    @property
-    def costs(self) -> TiledLinearCosts:
-        return TiledLinearCosts(self)
-
-
-class TiledLinearCosts(DeepspeedCosts):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        tiled = self.strategy.partitioned(make_workload(cell.workload), facts)
+        tiled = self.partitioned(make_workload(cell.workload), facts)
         return super().states(cell, layout, tiled)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        tiled = self.strategy.partitioned(make_workload(cell.workload), facts)
+        tiled = self.partitioned(make_workload(cell.workload), facts)
         return super().traffic(cell, layout, tiled)
 
 

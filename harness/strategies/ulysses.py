@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from harness.cell.training import Layout, States, TrainStep
-from harness.seam import Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.seam import Cell, Export, Job, ModelFacts, Strategy
 from harness.seam.formulas import all_reduced, model_states
 from harness.strategies import _sequence
 from harness.strategies._accelerate_config import deepspeed_variables
@@ -42,10 +42,6 @@ class Ulysses(Strategy):
         parts = self.layout(cell.devices).sequence
         return Export("ulysses.py.j2", {"sequence": parts}, variables=deepspeed_variables(cell))
 
-    @property
-    def costs(self) -> UlyssesCosts:
-        return UlyssesCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         settle(job.device.type, job.local_processes)
         import deepspeed
@@ -75,8 +71,6 @@ class Ulysses(Strategy):
         step = _sequence.averaging_step(job, model, part.positions(job))
         return lambda batch: step(part.cut(batch))
 
-
-class UlyssesCosts(CostModel[Ulysses]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         return model_states(cell, facts)
 

@@ -9,7 +9,7 @@ from harness.cell.training import Layout, TrainStep
 from harness.seam import Cell, Export, Job, ModelFacts
 from harness.strategies import _deepspeed_engine as engines
 from harness.strategies import _sequence
-from harness.strategies.deepspeed import Deepspeed, DeepspeedCosts
+from harness.strategies.deepspeed import Deepspeed
 from harness.workloads import Workload
 
 if TYPE_CHECKING:
@@ -88,12 +88,6 @@ class UlyssesZero(Deepspeed):
         """
         return layout.sequence if self.stage < 3 else 1
 
-    @property
-    def costs(self) -> UlyssesZeroCosts:
-        return UlyssesZeroCosts(self)
-
-
-class UlyssesZeroCosts(DeepspeedCosts):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         of_zero = super().traffic(cell, layout, facts)
         exchanged = _sequence.exchanged_for_heads(cell, layout, gathers_positions=True)

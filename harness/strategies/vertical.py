@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from harness.cell.errors import Refused
 from harness.cell.training import Layout, States, TrainStep
-from harness.seam import Capabilities, Cell, CostModel, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Job, ModelFacts, Strategy
 from harness.seam.checkpoints import OF_STAGES
 from harness.seam.formulas import pipeline_states
 from harness.workloads import Workload
@@ -24,17 +24,11 @@ class Vertical(Strategy):
                 " strategy pipeline for that"
             )
 
-    @property
-    def costs(self) -> VerticalCosts:
-        return VerticalCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         from harness.seam.pipelining import Pipe, Stage, train_step
 
         pipe = Pipe(job, "gpipe", [Stage(job, job.rank, job.layout.pipeline)])
         return train_step(job, pipe, job.optimizer(pipe.parameters))
 
-
-class VerticalCosts(CostModel[Vertical]):
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        return pipeline_states(cell, layout, facts, self.stages(layout))
+        return pipeline_states(cell, layout, facts, self.pipeline_stages(layout))

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from harness.cell.training import Layout, States, TrainStep
-from harness.seam import Capabilities, Cell, CostModel, Export, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Export, Job, ModelFacts, Strategy
 from harness.seam.checkpoints import StateFiles
 from harness.seam.formulas import (
     all_reduced,
@@ -27,10 +27,6 @@ class ZeroRedundancy(Strategy):
     def export(self, cell: Cell, to: str) -> Export | None:
         return Export("zero_redundancy.py.j2") if to in ("torchrun", "slurm") else None
 
-    @property
-    def costs(self) -> ZeroRedundancyCosts:
-        return ZeroRedundancyCosts(self)
-
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -55,9 +51,9 @@ class ZeroRedundancy(Strategy):
             job.save_by(files.save, files.load)
         return standard_step(job, model, optimizer, no_sync=model.no_sync)
 
-
-class ZeroRedundancyCosts(CostModel[ZeroRedundancy]):
-    zero_stage = 1
+    @property
+    def zero_stage(self) -> int:
+        return 1
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
         return dealt_out_states(whole_model_states(cell, facts), facts, layout.data)

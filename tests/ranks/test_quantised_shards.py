@@ -51,6 +51,6 @@ def test_fsdp1_has_gradients_of_frozen_parameters(micro_batches: int, gradients:
     workload = make_workload(lora.workload)
     strategy, layout = validate(lora, workload)
     facts = model_facts(workload, 32)
-    states = strategy.costs.states(lora, layout, facts)
+    states = strategy.states(lora, layout, facts)
     assert states is not None
     assert states.transient == (1 + gradients) * facts.parameter_bytes

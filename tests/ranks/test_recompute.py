@@ -104,7 +104,7 @@ def test_gradients_before_their_reduction_are_counted(
     row = profile_cell(launcher, "run", one)
     assert row.status == "ok", row.reason
     made, layout = validate(one, make_workload(one.workload))
-    states = made.costs.states(one, layout, model_facts(make_workload(one.workload), 8))
+    states = made.states(one, layout, model_facts(make_workload(one.workload), 8))
     assert states is not None
     needed = states.total + states.transient
     assert max(row.peak_tracked_bytes) == pytest.approx(needed, rel=0.06)

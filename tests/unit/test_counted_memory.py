@@ -112,7 +112,7 @@ def test_formulas_count_copies_of_gradients_outside_blocks(
     recipe = Recipe(precision, gpus=8, sharding="full", recompute="full", sequence=32)
     cell = cell_of(tmp_path, recipe).model_copy(update={"strategy": strategy})
     facts = model_facts(make_workload(cell.workload), cell.sequence_length)
-    states = make_strategy(cell).costs.states(cell, Layout(data=8), facts)
+    states = make_strategy(cell).states(cell, Layout(data=8), facts)
     assert states is not None
     peak = rehearse(cell, (0,)).fullest.peak_bytes
     assert states.total + states.transient == pytest.approx(peak, rel=0.04)

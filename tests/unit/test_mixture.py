@@ -237,11 +237,11 @@ def test_traffic_by_hand() -> None:
     dense = {name: size for name, size in named.items() if ".experts." not in name}
     kept = named["lm_head.weight"] + named["model.norm.weight"]
     gathered = 4 * (3 * sum(dense.values()) - kept) / 2
-    assert strategy.costs.traffic(one, layout, facts) == rows + gathered
+    assert strategy.traffic(one, layout, facts) == rows + gathered
     two = one.model_copy(update={"micro_batches": 2})
     counts, scattered = 2 * 8 * 4 / 2, 4 * sum(dense.values()) / 2
-    assert strategy.costs.traffic(two, layout, facts) == rows + counts + 2 * gathered - scattered
-    states = strategy.costs.states(one, layout, facts)
+    assert strategy.traffic(two, layout, facts) == rows + counts + 2 * gathered - scattered
+    states = strategy.states(one, layout, facts)
     assert states is not None
     assert states.parameters == facts.parameter_bytes / 2
 
@@ -276,7 +276,7 @@ def test_bytes_of_accelerates_shards_by_hand(
     names = tuple(f"{path}.weight" for path in sizes)
     facts = ModelFacts(names, sum(sizes.values()), 0, tuple(sizes.values()))
     strategy = make_strategy(one)
-    assert strategy.costs.traffic(one, strategy.layout(2), facts) == 4 * elements / 2
+    assert strategy.traffic(one, strategy.layout(2), facts) == 4 * elements / 2
 
 
 @needs_meshes
@@ -299,7 +299,7 @@ def test_whole_gradients_stay_until_the_last_micro_batch(
     block = unit_sizes(make_workload("llama-nano"), facts)["model.layers.1"]
     for parts in (1, 2):
         one = cell(strategy, "llama-nano", 4, options=options, micro_batches=parts)
-        states = make_strategy(one).costs.states(one, make_strategy(one).layout(4), facts)
+        states = make_strategy(one).states(one, make_strategy(one).layout(4), facts)
         assert states is not None
         found.append(states.transient)
     assert found[1] - found[0] == pytest.approx(more * 4 * block)
@@ -312,7 +312,7 @@ def test_experts_share_whole_gradients_too() -> None:
     strategy, facts = make_strategy(one), model_facts(make_workload(one.workload), 32)
     named = dict(zip(facts.trainable, facts.sizes, strict=True))
     experts = sum(size for name, size in named.items() if ".experts." in name)
-    states = strategy.costs.states(one, strategy.layout(2), facts)
+    states = strategy.states(one, strategy.layout(2), facts)
     assert states is not None
     assert states.transient == pytest.approx(4 * (sum(facts.sizes) - experts / 2))
 

@@ -55,7 +55,7 @@ def test_blocks_of_both_halves_are_gathered_twice(tmp_path: Path) -> None:
     workload = make_workload(save_config(tmp_path, "t5"))
     cell = Cell(strategy="fsdp2", devices=2, workload=workload.name, sequence_length=32)
     strategy, facts = make_strategy(cell), model_facts(workload, 32)
-    sent = strategy.costs.traffic(cell, strategy.layout(2), facts)
+    sent = strategy.traffic(cell, strategy.layout(2), facts)
     assert sent is not None
     assert sent > 1.1 * facts.parameter_bytes  # a gather and a scatter are one
 
@@ -82,7 +82,7 @@ def test_a_tied_head_sends_as_much_as_one_with_its_own_weight(tmp_path: Path) ->
         axes: dict[str, Any] = {"sequence_length": 32, "options": {"tensor": 2}}
         cell = Cell(strategy="parallelism_config", devices=2, workload=name, **axes)
         strategy = make_strategy(cell)
-        sent.append(strategy.costs.traffic(cell, strategy.layout(2), facts))
+        sent.append(strategy.traffic(cell, strategy.layout(2), facts))
     assert sent[0]
     assert sent[0] == sent[1]
 

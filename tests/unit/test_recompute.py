@@ -223,7 +223,7 @@ def test_tensor_parallelism_repeats_collectives(workload: str, layers: int, agai
     strategy = make_strategy(plain)
     facts = model_facts(make_workload(workload), plain.sequence_length)
     sent = [
-        strategy.costs.traffic(
+        strategy.traffic(
             plain.model_copy(update={"recompute": recompute}), strategy.layout(2), facts
         )
         for recompute in ("none", "full")

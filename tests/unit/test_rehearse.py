@@ -105,7 +105,7 @@ def test_what_is_kept_between_steps_is_what_the_formula_says(strategy: str) -> N
     one = cell(strategy, 1 if strategy == "single" else 4, workload="llama-micro")
     facts = model_facts(make_workload(one.workload), one.sequence_length)
     rehearsal = rehearse(one, ranks=[0])
-    formula = make_strategy(one).costs.states(one, Layout(data=one.devices), facts)
+    formula = make_strategy(one).states(one, Layout(data=one.devices), facts)
     assert formula is not None
     expected = formula.total - formula.gradients  # gradients are cleared after the update
     assert rehearsal.fullest.kept_bytes == pytest.approx(expected, rel=0.01)

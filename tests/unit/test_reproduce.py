@@ -36,7 +36,7 @@ def test_a_row_is_a_cell_that_trains_like_it(row: PublishedRow) -> None:
     assert ranks.devices == row.devices
     layout = row.layout
     assert (ranks.data, ranks.tensor) == (layout.get("data", 1), layout.get("tensor", 1))
-    assert strategy.costs.zero_stage == layout.get("zero", 0)
+    assert strategy.zero_stage == layout.get("zero", 0)
     samples = layout["micro_batch"] * layout.get("accumulation", 1) * layout.get("data", 1)
     assert samples == row.global_batch
     assert row.micro_batches == layout.get("accumulation", 1)

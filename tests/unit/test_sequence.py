@@ -47,7 +47,7 @@ def test_all_to_alls_by_hand(recompute: str) -> None:
         options = {"sequence_ranks": sharing} if sharing else {}
         cell = sequence_cell(devices=devices, options=options, recompute=recompute)
         strategy = make_strategy(cell)
-        sent = strategy.costs.traffic(cell, strategy.layout(devices), facts)
+        sent = strategy.traffic(cell, strategy.layout(devices), facts)
         assert sent == 2 * passes * 4 * (4 * samples * 32 * 32) / 2 + reduced
 
 
@@ -57,7 +57,7 @@ def test_half_weights_halve_all_to_alls() -> None:
     for workload in ("llama-nano", "llama-nano+bf16"):
         cell = sequence_cell(workload=workload)
         strategy = make_strategy(cell)
-        sent = strategy.costs.traffic(cell, strategy.layout(2), facts)
+        sent = strategy.traffic(cell, strategy.layout(2), facts)
         assert sent is not None
         exchanged.append(sent - 40)
     assert exchanged[1] == exchanged[0] / 2
@@ -87,7 +87,7 @@ def test_states_are_sharded_over_ranks_that_share_samples_too() -> None:
     cell = sequence_cell("ulysses_zero", options={"stage": 3}, workload="llama-micro")
     strategy, layout = validate(cell, make_workload("llama-micro"), here=False)
     facts = model_facts(make_workload("llama-micro"), 64)
-    states = strategy.costs.states(cell, layout, facts)
+    states = strategy.states(cell, layout, facts)
     assert states is not None
     assert layout.data == 1
     assert states.parameters == pytest.approx(facts.parameter_bytes / 2)

@@ -22,7 +22,7 @@ from harness.cell.training import Layout
 from harness.export import TARGETS
 from harness.host.environment import environment
 from harness.record.files import TABLES, arrow_schema
-from harness.seam.base import Strategy
+from harness.seam.base import CostModel, Strategy
 from harness.seam.job import Job
 from harness.seam.optimizers import optimizer_bytes
 from harness.seam.registry import (
@@ -42,14 +42,14 @@ FILES = sorted(
 
 
 def _lines_of_training(source: str) -> int:
-    """Counts the lines before the cost model: imports, options, export and training."""
-    lines = source.splitlines()
-    costs = (
-        node.lineno
-        for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef) and node.name.endswith("Costs")
+    """Counts the lines before the formulas: imports, options, export and training."""
+    strategy = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    formulas = (
+        part.lineno
+        for part in strategy.body
+        if isinstance(part, ast.FunctionDef) and part.name in vars(CostModel)
     )
-    return next(costs, len(lines) + 1) - 1
+    return next(formulas, (strategy.end_lineno or 0) + 1) - 1
 
 
 def test_strategy_files_are_small() -> None:

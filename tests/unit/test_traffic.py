@@ -110,12 +110,12 @@ def cell(strategy: str, **axes: Any) -> Cell:
 
 def sent(one: Cell, facts: ModelFacts = TEN) -> float | None:
     strategy = make_strategy(one)
-    return strategy.costs.traffic(one, strategy.layout(one.devices), facts)
+    return strategy.traffic(one, strategy.layout(one.devices), facts)
 
 
 def states(one: Cell, facts: ModelFacts = TEN) -> States:
     strategy = make_strategy(one)
-    kept = strategy.costs.states(one, strategy.layout(one.devices), facts)
+    kept = strategy.states(one, strategy.layout(one.devices), facts)
     assert kept is not None
     return kept
 
