@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -41,8 +42,15 @@ Value = TypeVar("Value")
 
 
 def parsed(kind: type[Value], text: str | bytes) -> Value:
-    """Returns the value of a type, such as a dataclass; raises ValueError for another text."""
-    value: Value = adapter(cast("Hashable", kind)).validate_json(text)
+    """Returns the value of a type, such as a dataclass; raises ValueError for another text.
+
+    Python's own parser reads the lone surrogates that a rank's error message may contain.
+    """
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ValueError("too deeply nested") from None
+    value: Value = adapter(cast("Hashable", kind)).validate_python(content)
     return value
 
 
