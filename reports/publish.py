@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,9 +54,16 @@ _Write = Callable[[RunReport, CellRecord], bool]
 """Writes a cell's record; returns False if it is already there."""
 
 
-def publish(target: str, results: Results, folder: Path) -> tuple[Path, int, int]:
-    """Writes runs to a folder in the target's format. Returns what to read, and the numbers of
-    cells written and of those already there, which stay unchanged.
+@dataclass(frozen=True)
+class Published:
+    path: Path
+    cells: int
+    already: int
+    """Number of cells that were there before and stay unchanged."""
+
+
+def publish(target: str, results: Results, folder: Path) -> Published:
+    """Writes runs to a folder in the target's format. Cells that are already there stay unchanged.
 
     Raises UsageError if the library is missing or the folder cannot be written.
     """
@@ -79,7 +87,7 @@ def publish(target: str, results: Results, folder: Path) -> tuple[Path, int, int
             f"{str(folder)!r} cannot be written ({error.strerror}); name another folder"
         ) from None
     path = folder / "wandb" if target == "wandb" else folder
-    return path, sum(done), len(done) - sum(done)
+    return Published(path, sum(done), len(done) - sum(done))
 
 
 def need(target: str) -> None:
@@ -328,7 +336,7 @@ def _wandb_run(report: RunReport, record: CellRecord, name: str, folder: Path) -
     run.finish(exit_code=0 if record["status"] == "ok" else 1)
 
 
-def _prometheus(report: RunReport, folder: Path) -> tuple[Path, int, int]:
+def _prometheus(report: RunReport, folder: Path) -> Published:
     """Replaces the textfile for the node exporter atomically: gauges with units in their names."""
     from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
 
@@ -355,4 +363,4 @@ def _prometheus(report: RunReport, folder: Path) -> tuple[Path, int, int]:
         for name, value in (_figures(record) | {"ok": int(record["ranked"])}).items():
             gauges[name].labels(**labels).set(value)
     write_to_textfile(str(folder / PROMETHEUS_FILE), registry)
-    return folder / PROMETHEUS_FILE, len(written), 0
+    return Published(folder / PROMETHEUS_FILE, len(written), 0)

@@ -38,20 +38,19 @@ def publish(
     need(target)
     store = Store(results)
     run_ids = find_runs(store, run or [], every)
-    tables = store.load(run_ids, steps=target == "tensorboard")
-    path, cells, already = write(target, tables, folder)
+    done = write(target, store.load(run_ids, steps=target == "tensorboard"), folder)
     if json_output:
         print(
             json.dumps(
                 {
                     "target": target,
-                    "path": str(path),
+                    "path": str(done.path),
                     "runs": run_ids,
-                    "cells": cells,
-                    "already_there": already,
+                    "cells": done.cells,
+                    "already_there": done.already,
                 }
             )
         )
         return
-    skipped = f", {already} already there" if already else ""
-    print(f"{path}: {plural(cells, 'cell')} written{skipped}")
+    already = f", {done.already} already there" if done.already else ""
+    print(f"{done.path}: {plural(done.cells, 'cell')} written{already}")
