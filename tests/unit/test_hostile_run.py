@@ -122,5 +122,5 @@ def test_one_cell(store: Store) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", list(LIBRARIES))
 def test_tools(store: Store, target: str, tmp_path: Path) -> None:
-    _, cells, _ = publish(target, store.load([NEW]), tmp_path / "out")
-    assert cells == 3
+    done = publish(target, store.load([NEW]), tmp_path / "out")
+    assert done.cells == 3
