@@ -248,7 +248,7 @@ class Host:
     elsewhere: bool = False
     """Whether this is another host, so local installations do not count."""
     cores: int | None = None
-    """Usable CPU cores per node; None: unknown."""
+    """Usable CPU cores per node, or None if unknown."""
 
     @property
     def many(self) -> int:

@@ -1,4 +1,4 @@
-"""Safe parsing of users' YAML."""
+"""Parsing of what users write in YAML, and of the suite's own JSON."""
 
 from __future__ import annotations
 

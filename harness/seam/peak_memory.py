@@ -67,16 +67,16 @@ def peak_bytes(cell: Cell, activations: float | None = None) -> float:
     strategy = make_strategy(cell)
     layout = strategy.layout(cell.devices)
     if states.gradients:
-        beside = 0.0
+        at_once = 0.0
     elif cell.micro_batches > 1 or layout.pipeline > 1:
-        beside = held
+        at_once = held
     elif strategy.shards_parameters:
-        beside = held - model_facts(make_workload(cell.workload)).trained_bytes / layout.data
+        at_once = held - model_facts(make_workload(cell.workload)).trained_bytes / layout.data
     elif cell.recompute != "none":
-        beside = _of_one_block(cell)
+        at_once = _of_one_block(cell)
     else:
-        beside = 0.0
-    return states.total + max(held, states.transient + beside)
+        at_once = 0.0
+    return states.total + max(held, states.transient + at_once)
 
 
 def _of_one_block(cell: Cell) -> float:
