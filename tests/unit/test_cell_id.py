@@ -8,20 +8,13 @@ from pathlib import Path
 import pytest
 
 import harness.seam.registry
-from bench.expand import expand
-from bench.matrix import AXES, Host, Matrix
-from harness.analysis.history import histories
-from harness.analysis.selection import measured
+from bench.matrix import AXES
 from harness.cell.cell import Cell
 from harness.cell.training import TrainStep
-from harness.record.run_record import RunRecord
-from harness.record.store import Store, load
-from harness.record.trial import TrialRecord
+from harness.record.store import load
 from harness.seam.base import Strategy
 from harness.seam.job import Job
 from harness.seam.registry import make_strategy, with_defaults
-from tests.unit.compared_runs import compared
-from tests.unit.made_results import run_row, trial_rows
 
 DDP = Cell(strategy="ddp", devices=2)
 DEFAULTS = Path(__file__).parents[1] / "golden" / "cell_defaults.json"
@@ -55,8 +48,9 @@ def test_the_id_covers_only_what_is_measured() -> None:
     labels = {"time_limit_seconds": 5.0, "expect": "diverged", "system": "4 DDP"}
     assert planned.model_copy(update=labels).id == planned.id
     assert with_defaults(planned).id == planned.id
-    for changes in ({"options": {"static_graph": True}}, {"seed": 1}, {"compile": "block"}):
+    for changes in ({"options": {"static_graph": True}}, {"seed": 1}, {"learning_rate": 3e-4}):
         assert planned.model_copy(update=changes).id != planned.id
+    assert "defaults" not in AXES, "a matrix cannot set them"
 
 
 def test_the_ids_of_the_reference_run_are_those_of_its_cells() -> None:
@@ -96,51 +90,3 @@ def test_the_default_of_an_axis_never_changes(update: bool) -> None:
     if update:
         DEFAULTS.write_text(json.dumps(defaults, indent=1) + "\n")
     assert defaults == json.loads(DEFAULTS.read_text())
-
-
-def test_a_set_axis_is_another_measurement() -> None:
-    changed = DDP.model_copy(update={"learning_rate": 3e-4})
-    assert with_defaults(changed).id != with_defaults(DDP).id
-    at_default = DDP.model_copy(update={"learning_rate": DDP.learning_rate})
-    assert with_defaults(at_default).id == with_defaults(DDP).id
-
-
-def test_a_matrix_notes_the_defaults_and_cannot_set_them() -> None:
-    (cell,) = expand(
-        Matrix(cells=[{"strategy": "single", "workload": "llama-nano"}]), Host("cpu", 2, 2**34)
-    ).cells
-    assert cell.defaults == {}
-    assert "defaults" not in AXES
-
-
-def test_another_default_begins_a_history_of_its_own(
-    tmp_path: Path, release: list[type[Strategy]]
-) -> None:
-    one = Cell(strategy="mine", devices=2)
-    cells = [with_defaults(one)] * 3
-    release.append(After)
-    cells.append(with_defaults(one))
-    store = Store(tmp_path)
-    for day, cell in enumerate(cells, 1):
-        run_id = f"2026010{day}T000000-aaaa"
-        store.write_run(
-            RunRecord(**run_row(run_id=run_id, started_at=run_row()["started_at"].replace(day=day)))
-        )
-        for row in trial_rows(cell, [100.0, 101.0, 102.0]):
-            store.write_trial(TrialRecord(**(row | {"run_id": run_id})))
-    series = histories(measured(store.load(steps=False)), "throughput")
-    assert [(one.cell_id, len(one.points)) for one in series] == [
-        (cells[0].id, 3),
-        (cells[3].id, 1),
-    ]
-
-
-def test_a_comparison_does_not_match_other_defaults(release: list[type[Strategy]]) -> None:
-    was = with_defaults(Cell(strategy="mine", devices=2))
-    release.append(After)
-    now = with_defaults(Cell(strategy="mine", devices=2))
-    shared = trial_rows(DDP, [1.0, 1.0, 1.0])
-    found = compared(
-        [*trial_rows(was, [100.0] * 3), *shared], [*trial_rows(now, [50.0] * 3), *shared]
-    )
-    assert {line.kind for line in found.lines} == {"missing", "added", "no difference seen"}

@@ -8,10 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from bench.cluster.site import Nightly, Notify, Pods, Site
-from bench.matrix import HOME, matrix_names, read_matrix
+from bench.matrix import matrix_names, read_matrix
 from harness.host.gpu_models import gpu_models
 from harness.record.files import TABLES
 from harness.seam.registry import strategies
@@ -188,13 +187,3 @@ def test_every_environment_variable_of_the_user_is_described() -> None:
     page = (ROOT / "docs" / "reference" / "commands.md").read_text()
     said = set(re.findall(r"^\| `(PARALLELISM_BENCH_[A-Z_]+)` \|", page, re.M))
     assert said == used - internal
-
-
-def test_ci_runs_the_readmes_test_command() -> None:
-    assert "make test" in (ROOT / ".ci" / "run").read_text()
-    assert "make test" in (ROOT / "README.md").read_text()
-
-
-@pytest.mark.parametrize("name", matrix_names())
-def test_matrices_describe_themselves(name: str) -> None:
-    assert yaml.safe_load((HOME / f"{name}.yaml").read_text())["description"].endswith(".")

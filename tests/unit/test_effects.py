@@ -16,8 +16,7 @@ from harness.analysis.effects import _mean_ratio, effects_of
 from harness.analysis.ranking import compare
 from harness.analysis.stats import CONFIDENCE, LogEstimate
 from harness.cell.cell import Cell
-from reports.blocks import visible
-from reports.comparison_sections import COLUMNS, best_text, effects_blocks, rows_of
+from reports.comparison_sections import COLUMNS, best_text, rows_of
 
 
 def result(rate: float, peak: int, workload: str = "llama-micro", **axes: Any) -> CellResult:
@@ -132,10 +131,6 @@ def test_the_best_combinations_are_named() -> None:
 def test_without_combinations_there_is_no_section(chosen: slice) -> None:
     """Features that were never combined are left to the table of all cells."""
     assert effects_of(combinations()[chosen]) == []
-
-
-def test_a_run_without_effects_has_no_text() -> None:
-    assert visible(effects_blocks(combinations()[:1]), "page") == []
 
 
 @pytest.mark.slow

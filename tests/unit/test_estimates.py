@@ -411,10 +411,6 @@ def test_no_advice_on_one_trial_per_cell(tmp_path: Path) -> None:
     assert answer(repeated) is not None
 
 
-def test_no_advice_without_an_exact_training(cells: list[CellResult]) -> None:
-    assert answer([cell for cell in cells if cell.cell.strategy in "cd"]) is None
-
-
 def test_baseline_is_the_single_process_where_there_is_no_ddp(tmp_path: Path) -> None:
     rows = _rows(Cell(strategy="single"), [1.0, 1.0], [0.1, 0.1])
     results = cell_results(stored(tmp_path, rows).trials)

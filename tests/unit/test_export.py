@@ -28,7 +28,6 @@ from harness.run.runner import Runner
 from harness.seam.registry import make_strategy
 from harness.workloads import make_workload
 from tests.tiny_models import save_config
-from tests.unit.test_cli import bench
 from tests.unit.test_mixture import DIVIDES_RANKS
 
 ALLOWED = {
@@ -323,13 +322,3 @@ def test_the_command_writes_and_says_so(tmp_path: Path) -> None:
         None,
         None,
     )
-
-
-@pytest.mark.slow
-def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path: Path) -> None:
-    done = bench("export", "dpp", "--to", "torchrun", "--matrix", "smoke", folder=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "'dpp'" in done.stderr
-    assert "matrix 'smoke' has ddp, fsdp2" in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
