@@ -43,6 +43,13 @@ CELLS = {
     "tensor": {"strategy": "tensor"},
     "pipeline": {"strategy": "pipeline", "micro_batches": 4},
     "horovod": {"strategy": "horovod"},
+    "accelerate": {"strategy": "parallelism_config"},
+    "experts": {
+        "strategy": "distributed_config",
+        "workload": "mixtral-nano",
+        "options": {"expert": 2},
+        "micro_batches": 2,
+    },
 }
 
 
@@ -58,6 +65,8 @@ CELLS = {
         ("tensor", 2),
         ("pipeline", 4),  # sends
         ("horovod", 2),
+        pytest.param("accelerate", 2, marks=pytest.mark.thorough),
+        pytest.param("experts", 2, marks=pytest.mark.thorough),
     ],
 )
 def test_bytes_are_those_of_theory_and_algorithm_and_all_parts_sum(
@@ -77,9 +86,8 @@ def test_bytes_are_those_of_theory_and_algorithm_and_all_parts_sum(
     row = explained(
         launcher,
         devices=devices,
-        workload=large.get((name, devices), "llama-micro"),
         time_limit_seconds=120,
-        **CELLS[name],
+        **{"workload": large.get((name, devices), "llama-micro"), **CELLS[name]},
     )
     assert row.theory_bytes is not None
     assert mean(row.logical_bytes) == pytest.approx(row.theory_bytes, rel=0.02)

@@ -10,16 +10,10 @@ from typing import Any
 import pytest
 
 from harness.cell.cell import Cell
-from harness.host.gpu_models import gpu_models
-from harness.planner.cluster.calibration import load
 from harness.planner.cluster.footprint import WORKSPACE_BYTES, footprint, layer_bytes
-from harness.planner.cluster.hardware import cluster_of
 from harness.planner.cluster.hf_config import parse_shape
 from harness.planner.cluster.model_shape import ModelShape
-from harness.planner.cluster.prediction import predict
-from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
 from harness.planner.cluster.recipe import Adapter, Recipe, Recompute, quantised_parameters
-from harness.planner.fits import tokens_per_second
 from harness.planner.rehearsal.rehearse import rehearse
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -206,27 +200,6 @@ def test_a_rehearsal_allocates_what_is_counted(
     assert counted == pytest.approx(rehearse(cell).fullest.peak_bytes, rel=error)
 
 
-def test_named_models_count_their_norms_of_heads() -> None:
-    plain = dataclasses.replace(parse_shape("qwen3-8b"), head_norms=False)
-    assert layer_bytes(plain, Recipe()) == 184_448
-    assert layer_bytes(parse_shape("qwen3-8b"), Recipe()) == 184_448 + 6 * (4096 + 1024)
-    assert parse_shape("qwen3-4b").head_norms
-
-
-def test_further_norms_need_memory_in_plans() -> None:
-    """Fused norms keep 2 bytes per element, whichever code trains a layout."""
-    plain = ModelShape("plain", 4, 1024, 8, 4096, 32000)
-    normalised = dataclasses.replace(plain, extra_norms=2, head_norms=True)
-    cluster = cluster_of("h100-80gb", 8, "nvlink")
-    layouts = PlannedLayouts.of([PlannedLayout(data=8, zero=zero) for zero in (1, 3)])
-    kept = [
-        predict(ClusterQuestion(shape, cluster, 1024, 8, 8), layouts, load()).memory.activations
-        for shape in (plain, normalised)
-    ]
-    more = 4 * 1024 * 2 * (2 * 1024 + 2 * 1024)
-    assert (kept[1] - kept[0]).tolist() == pytest.approx([more, more], rel=0.1)
-
-
 def test_shared_experts_are_part_of_a_layers_matrices(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     peft = pytest.importorskip("peft")
@@ -248,39 +221,3 @@ def test_shared_experts_are_part_of_a_layers_matrices(tmp_path: Path) -> None:
         if parameter.requires_grad and "shared_expert_gate" not in name
     )
     assert Adapter(2).parameters(shape) == learned
-
-
-def test_shared_experts_need_memory_and_time() -> None:
-    """The shared expert is as wide as the experts of a token together (Qwen1.5-MoE-A2.7B)."""
-    routed = ModelShape("routed", 24, 2048, 16, 1408, 151936, experts=60, experts_per_token=4)
-    shared = dataclasses.replace(routed, shared_feed_forward=5632)
-    attention = 4 * 2048 * 2048
-    assert routed.active_parameters == attention + 3 * 2048 * 5632
-    assert shared.active_parameters == attention + 3 * 2048 * 11264
-    nf4 = Recipe(adapter=Adapter(), base="nf4")
-    added = footprint(shared, nf4).loaded - footprint(routed, nf4).loaded
-    assert added < 24 * 3 * 2048 * 5632
-    gpu = gpu_models()["h100-80gb"]
-    speeds = [
-        tokens_per_second(shape, Recipe(adapter=Adapter(), micro_batch=8), gpu, None)
-        for shape in (routed, shared)
-    ]
-    assert speeds[0] > 1.2 * speeds[1]
-    cluster = cluster_of("h100-80gb", 8, "nvlink")
-    layouts = PlannedLayouts.of([PlannedLayout(data=8, micro_batch=8)])
-    seconds = [
-        float(
-            predict(ClusterQuestion(shape, cluster, 4096, 64, 8), layouts, load()).time.compute[0]
-        )
-        for shape in (routed, shared)
-    ]
-    assert seconds[1] > 1.15 * seconds[0]
-
-
-def test_sizes_that_users_give_may_name_norms() -> None:
-    text = "layers=2,hidden=512,heads=8,extra_norms=2,head_norms=1,fp32_norms=0"
-    shape = parse_shape(text)
-    assert shape.further_normalised == 2 * 512 + 2 * 512
-    plain = parse_shape("layers=2,hidden=512,heads=8")
-    assert shape.parameters == plain.parameters + 2 * 2 * 512
-    assert shape.fp32_norms is False

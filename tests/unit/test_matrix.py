@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from bench.expand import expand
-from bench.matrix import HOME, Host, matrix_names, parse_bytes, parse_changes, read_matrix
+from bench.matrix import Host, matrix_names, parse_bytes, parse_changes, read_matrix
 from harness.cell.cell import Cell
 from harness.cell.errors import UsageError
 
@@ -31,21 +31,15 @@ def test_lists_are_combined(tmp_path: Path) -> None:
         " [fp32, bf16]}]",
     )
     cells = expand(matrix, CPU).cells
-    assert [(c.devices, c.precision) for c in cells] == [
-        (1, "fp32"),
-        (1, "bf16"),
-        (2, "fp32"),
-        (2, "bf16"),
-    ]
+    combined = [(1, "fp32"), (1, "bf16"), (2, "fp32"), (2, "bf16")]
+    assert [(c.devices, c.precision) for c in cells] == combined
     assert {c.global_batch for c in cells} == {8}
     assert {c.parity_steps for c in cells} == {13}
 
 
 def test_weak_scaling_multiplies_the_batch(tmp_path: Path) -> None:
-    matrix = written(
-        tmp_path,
-        "cells: [{strategy: ddp, workload: llama-nano, batch: 4, devices: [1, 2], regime: weak}]",
-    )
+    axes = "strategy: ddp, workload: llama-nano, batch: 4, devices: [1, 2], regime: weak"
+    matrix = written(tmp_path, f"cells: [{{{axes}}}]")
     assert [c.global_batch for c in expand(matrix, CPU).cells] == [4, 8]
 
 
@@ -69,14 +63,8 @@ def test_cells_that_cannot_run_are_left_out_with_the_reason(tmp_path: Path) -> N
     )
     expanded = expand(matrix, CPU)
     assert [c.label for c in expanded.cells] == ["ddp"]
-    reasons = {(x.cell.strategy, x.cell.devices): (x.status, x.reason) for x in expanded.left_out}
-    assert reasons["single", 2] == ("refused", "single runs on 1 device, not on 2")
-    assert reasons["ddp", 3][0] == "refused"
-    assert "use a multiple of 3" in reasons["ddp", 3][1]
-    assert (
-        "host has 1" in expand(matrix, GPU).left_out[0].reason
-        or "single" in expand(matrix, GPU).left_out[0].reason
-    )
+    left = {(x.cell.strategy, x.cell.devices): x.status for x in expanded.left_out}
+    assert left == {("single", 2): "refused", ("ddp", 3): "refused"}
 
 
 def test_ranks_that_save_a_checkpoint_need_gpus_too(tmp_path: Path) -> None:
@@ -127,64 +115,43 @@ def test_set_changes_all_cells(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("axes", "said"),
     [
-        ("cells: [{strategy: dpp, workload: llama-nano}]", ["unknown strategy 'dpp'", "ddp"]),
-        (
-            "cells: [{strategy: ddp, workload: llama-nano, options: {bucket: 1}}]",
-            ["no option 'bucket'", "bucket_cap_mb"],
-        ),
-        (
-            "cells: [{strategy: ddp, workload: llama-nano, options: {bucket_cap_mb: big}}]",
-            ["bucket_cap_mb", "number", "'big'"],
-        ),
-        (
-            "cells: [{strategi: ddp}]",
-            ["cells[0]", "unknown key 'strategi'", "did you mean 'strategy'"],
-        ),
-        ("cels: []", ["unknown key 'cels'", "did you mean 'cells'"]),
-        ("cells: [{strategy: ddp, workload: gpt3}]", ["unknown workload 'gpt3'", "gpt2-mini"]),
-        (
-            "cells: [{strategy: ddp, workload: llama-nano, precision: fp8}]",
-            ["cells[0]", "precision", "'fp8'"],
-        ),
-        (
-            "cells: [{strategy: ddp, workload: llama-nano, devices: two}]",
-            ["whole numbers", "'two'"],
-        ),
-        (
-            "cells: [{strategy: ddp, workload: llama-nano, data: 'text:/no/such'}]",
-            ["no file '/no/such'"],
-        ),
-        (
-            "cells: [{strategy: ddp, workload: llama-nano, data: 'novel'}]",
-            ["unknown data 'novel'", "stdlib"],
-        ),
-        (
-            "cells: [{strategy: ddp, workload: llama-nano, sequence_length: 5000}]",
-            ["5000", "positions"],
-        ),
-        (
-            "cells: [{strategy: ddp, workload: llama-nano, memory_limit_bytes: lots}]",
-            ["'lots'", "2GiB"],
-        ),
-        ("cells: [", ["is not valid YAML"]),
-        ("[]", ["mapping"]),
-        ("cells: []", ["cells"]),
-        ("trials: 0\ncells: [{strategy: single}]", ["trials"]),
-        (
-            "defaults: {wrokload: x}\ncells: [{strategy: single}]",
-            ["defaults", "'wrokload'", "'workload'"],
-        ),
-        ("hosts: [{device: tpu}]\ncells: [{strategy: single}]", ["hosts.0.device"]),
+        ("strategy: dpp", "unknown strategy 'dpp'.*ddp"),
+        ("options: {bucket: 1}", "no option 'bucket'.*bucket_cap_mb"),
+        ("options: {bucket_cap_mb: big}", "bucket_cap_mb.*number.*'big'"),
+        ("strategi: ddp", r"cells\[0\].*'strategi'.*'strategy'"),
+        ("workload: gpt3", "unknown workload 'gpt3'.*gpt2-mini"),
+        ("precision: fp8", r"cells\[0\].*precision.*'fp8'"),
+        ("devices: two", "whole numbers.*'two'"),
+        ("data: 'text:/no/such'", "no file '/no/such'"),
+        ("data: 'novel'", "unknown data 'novel'.*stdlib"),
+        ("sequence_length: 5000", "5000.*positions"),
+        ("memory_limit_bytes: lots", "'lots'.*2GiB"),
     ],
 )
-def test_mistakes_name_the_place_and_the_fix(tmp_path: Path, text: str, said: list[str]) -> None:
-    with pytest.raises(UsageError) as caught:
+def test_mistakes_in_a_cell_name_the_key_and_the_fix(tmp_path: Path, axes: str, said: str) -> None:
+    plain = {"strategy": "ddp", "workload": "llama-nano"}
+    text = yaml.safe_dump({"cells": [plain | yaml.safe_load(f"{{{axes}}}")]})
+    with pytest.raises(UsageError, match=said):
         expand(written(tmp_path, text), CPU, name="my.yaml")
-    for word in said:
-        assert word in str(caught.value)
-    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("cels: []", "unknown key 'cels'.*'cells'"),
+        ("cells: [", "is not valid YAML"),
+        ("[]", "mapping"),
+        ("cells: []", "cells"),
+        ("trials: 0\ncells: [{strategy: single}]", "trials"),
+        ("defaults: {wrokload: x}\ncells: [{strategy: single}]", "defaults.*'workload'"),
+        ("hosts: [{device: tpu}]\ncells: [{strategy: single}]", "hosts.0.device"),
+    ],
+)
+def test_mistakes_in_a_matrix_name_the_key(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        written(tmp_path, text)
 
 
 @pytest.mark.parametrize("setting", ["batch", "bach=3", "batch=[1"])
@@ -204,15 +171,10 @@ def test_patterns_that_match_nothing(tmp_path: Path, pattern: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", matrix_names())
 def test_every_matrix_of_the_suite_expands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "harness.links.emulated.unsupported_reason", lambda: ""
-    )  # as if the host could make namespaces
-    for host in (
-        CPU,
-        Host("cuda", 8, 80 * 2**30),
-        Host("cuda", 1, 16 * 2**30),
-        Host("cuda", 1, 8 * 2**30),
-    ):
+    # As if the host could make namespaces.
+    monkeypatch.setattr("harness.links.emulated.unsupported_reason", lambda: "")
+    gpus = [Host("cuda", count, size * 2**30) for count, size in ((8, 80), (1, 16), (1, 8))]
+    for host in (CPU, *gpus):
         expanded = expand(read_matrix(name), host, name=name)
         assert expanded.cells
         assert all(left.reason for left in expanded.left_out)
@@ -223,55 +185,23 @@ def test_full_names_every_strategy_of_the_suite() -> None:
 
     expanded = expand(read_matrix("full"), CPU)
     ours = {name for name, cls in strategies().items() if cls.__module__.startswith("harness.")}
-    assert {
-        c.strategy for c in (*expanded.cells, *(left.cell for left in expanded.left_out))
-    } == ours
+    cells = [*expanded.cells, *(left.cell for left in expanded.left_out)]
+    assert {cell.strategy for cell in cells} == ours
 
 
-# Systems that the suite must cover; a change here changes its scope.
-SYSTEMS = {
-    "1 single process",
-    "2 DataParallel",
-    "3 DDP by spawn",
-    "4 DDP by torchrun",
-    "5 apex-style AMP",
-    "6 Horovod",
-    "7 Accelerate",
-    "8 ZeRO",
-    "9 ZeRO offload",
-    "10 memory-centric tiling",
-    "11 FSDP",
-    "12 fairscale",
-    "13 vertical model parallel",
-    "14 pipeline parallel",
-    "15 tensor parallel",
-    "16 3D parallel",
-    "17 parameter server",
-    "18 parameter averaging",
-    "19 gradient accumulation",
-    "20 Trainer",
-    "21 PEFT",
-    "22 lower precision",
-    "23 synchronised batch norm",
-    "24 uneven memory",
-    "26 sequence parallel",
-    "27 expert parallel",
-    "28 optimizers",
-    "29 float8",
-    "30 DiLoCo",
-}
+SYSTEMS = {*range(1, 31)} - {25}
+"""Numbers of the systems in docs that `full` must cover. The largest model is another command's."""
 
 
 @pytest.mark.skipif(find_spec("horovod") is None, reason="make setup builds Horovod")
 def test_full_and_quick_have_cells_of_every_system_that_run_here() -> None:
     full, quick = (expand(read_matrix(name), CPU) for name in ("full", "quick"))
-    assert {cell.system for cell in full.cells} == SYSTEMS
-    assert {left.cell.system for left in full.left_out} <= SYSTEMS
+    runs = {cell.system for cell in full.cells}
+    assert {int(system.split()[0]) for system in runs} == SYSTEMS
+    assert {left.cell.system for left in full.left_out} <= runs
     # Without libaio or enough locked memory, its offload to disk is left out.
     every = (*quick.cells, *(left.cell for left in quick.left_out))
-    assert sorted(cell.system for cell in every) == sorted(SYSTEMS), "one cell of each"
-    families = yaml.safe_load((HOME.parent / "maxsize.yaml").read_text())["cells"]
-    assert {family["system"] for family in families} == {"25 largest trainable model"}
+    assert sorted(cell.system for cell in every) == sorted(runs), "one cell of each"
 
 
 def test_amounts_of_memory() -> None:

@@ -6,15 +6,16 @@ import json
 import re
 import resource
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.analysis.maxsize import Holding, MaxsizeResult, limits, maxsize_results, order_notes
+from bench.cli.maxsize import maxsize
+from harness.analysis.maxsize import MaxsizeResult, limits, maxsize_results, order_notes
 from harness.cell.cell import Cell
+from harness.cell.errors import NothingToResume, UsageError
 from harness.launch.outcome import Outcome, RankOutputs, classify_end
 from harness.measure.memory_kinds import phase, shortage
 from harness.measure.peak_memory import MemoryMeter
@@ -23,25 +24,21 @@ from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.run.maxsize import (
     Search,
-    hidden_size,
     largest,
     long_hidden_size,
     plan_of,
     predict,
     token_step,
-    wide_size,
 )
 from harness.run.runner import Runner, SilentListener
 from harness.seam.job import TrainState
-from harness.seam.peak_memory import activation_bytes, peak_bytes, states_by_formula
 from harness.worker.spec import log_file
 from harness.workloads import make_workload
 from harness.workloads.counts import _count, model_facts, parameters_of
 from harness.workloads.workload_variants import ADAPTERS
 from reports.run_facts import largest as largest_of
-from reports.site import verdict_of
+from tests.commands import ask
 from tests.unit.recording import left_out_fields
-from tests.unit.test_cli import here
 
 BUDGET = 2**27
 
@@ -92,20 +89,6 @@ def test_a_good_guess_takes_few_probes() -> None:
     assert len(asked) <= 6
 
 
-@pytest.mark.parametrize("gibibytes", [1, 2, 8, 40])
-def test_a_block_is_a_small_step(gibibytes: int) -> None:
-    budget = gibibytes * 2**30
-    cell = base(workload=f"llama-{hidden_size(budget)}x1")
-    step = parameters_of(cell_at_size(cell, 2)) - parameters_of(cell)
-    assert step <= 0.03 * budget / 20
-
-
-def test_a_wide_models_smallest_matrix_has_a_mebibyte_per_rank() -> None:
-    assert wide_size(2) == 768
-    assert wide_size(4) == 1024
-    assert 4 * wide_size(2) ** 2 / 2 >= 2**20
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "suffix",
@@ -118,49 +101,10 @@ def test_facts_of_a_model_that_grows_are_those_of_a_walk(suffix: str) -> None:
 
 def test_a_size_is_one_of_its_family() -> None:
     assert cell_at_size(cell_at_size(base(), 5), 1) == base()
-    from harness.cell.errors import UsageError
-
     with pytest.raises(UsageError, match="unknown workload 'gpt2-64x5'"):
         make_workload("gpt2-64x5")
     with pytest.raises(UsageError, match="multiple of 64"):
         make_workload("llama-100x5")
-
-
-def test_activations_grow_by_the_block() -> None:
-    one, two, three = (activation_bytes(cell_at_size(base(), n)) for n in (1, 2, 3))
-    assert three - two == two - one > 0
-    assert 1.9 < activation_bytes(cell_at_size(base(global_batch=4), 3)) / three < 2.1
-
-
-def test_the_formula_of_ddp_by_hand() -> None:
-    """Bytes per parameter in fp32 AdamW: 4 for itself, 8 moments, 4 bucket, 4 gradient."""
-    cell = base()
-    said = predict(cell, BUDGET)
-    assert said["blocks"] is not None
-    per_parameter = 20
-    assert per_parameter * parameters_of(cell_at_size(cell, said["blocks"])) <= BUDGET
-    assert (
-        per_parameter * parameters_of(cell_at_size(cell, said["blocks"] + 1)) > BUDGET - 1000
-    )  # model buffers
-    assert said["step"] == parameters_of(cell_at_size(cell, 2)) - parameters_of(cell)
-    deeper = cell_at_size(cell, 7)
-    assert peak_bytes(deeper) == pytest.approx(20 * parameters_of(deeper), rel=1e-3)
-
-
-def test_activations_count_where_they_are_more_than_gradients() -> None:
-    long = cell_at_size(base(sequence_length=256, global_batch=16), 4)
-    states = states_by_formula(long)
-    assert states is not None
-    assert activation_bytes(long) > states.transient
-    assert peak_bytes(long) == states.total + activation_bytes(long)
-
-
-def test_theory_puts_sharding_above_replication() -> None:
-    reach = {
-        strategy: predict(base(strategy), BUDGET)["parameters"]
-        for strategy in ("ddp", "zero_redundancy", "fsdp2")
-    }
-    assert reach["ddp"] < reach["zero_redundancy"] < reach["fsdp2"]
 
 
 class Runs(Runner):
@@ -242,12 +186,8 @@ def test_a_search_is_recorded_and_told_as_a_table(tmp_path: Path) -> None:
     finished, runner, store = searched(tmp_path)
     assert finished
     [row] = maxsize_results(store.load())
-    assert (row.label, row.status, row.workload, row.parity) == (
-        "ddp",
-        "found",
-        "llama-64x20",
-        "exact",
-    )
+    found = (row.label, row.status, row.workload, row.parity)
+    assert found == ("ddp", "found", "llama-64x20", "exact")
     assert row.parameters == parameters_of(cell_at_size(base(), 20))
     assert row.next_parameters == parameters_of(cell_at_size(base(), 21))
     assert row.next_parameters - row.parameters == row.step
@@ -255,10 +195,7 @@ def test_a_search_is_recorded_and_told_as_a_table(tmp_path: Path) -> None:
     assert runner.asked.count((20, 1, False)) == 1
     assert sum(row.fill.values()) == BUDGET
     assert dict(row.responsible)["a bucket"] == 2**25
-    assert "out of memory in update" in limits(row)
-    assert "a bucket 32 MiB" in limits(row)
     assert row.predicted == predict(base(), BUDGET)["parameters"]
-    assert json.loads(json.dumps(row.responsible))
 
 
 def test_sequences_grow_while_the_model_stays(tmp_path: Path) -> None:
@@ -272,17 +209,11 @@ def test_sequences_grow_while_the_model_stays(tmp_path: Path) -> None:
     assert (row.status, row.parity, row.workload) == ("found", "exact", "llama-128x2")
     assert (row.parameters, row.next_parameters, row.step) == (160, 168, 8)
     assert row.largest_model == "160 tokens"
-    assert "168 tokens run out of memory in update" in limits(row)
     found = largest_of(store.load())
     assert found is not None
     assert (found.what, found.unit) == ("longest sequence", "tokens")
     assert found.winner is not None
     assert found.winner.cell_id == cell_at_size(one, 20, 8).id
-    report: Any = SimpleNamespace(largest=found)
-    assert verdict_of(report) == (
-        f"longest sequence: {found.winner.label}",
-        "160 tokens",
-    )
 
 
 def test_half_of_a_sequence_is_half_of_its_activations() -> None:
@@ -315,8 +246,6 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_bench_run_does_not_resume_a_search(tmp_path: Path) -> None:
-    from harness.cell.errors import NothingToResume
-
     _, _, store = searched(tmp_path)
     with pytest.raises(NothingToResume):
         resumable(store, None)
@@ -357,21 +286,15 @@ def test_nothing_fits(tmp_path: Path) -> None:
     assert (row.status, row.parameters, row.largest_model) == ("none fits", None, "none fits")
 
 
-def test_an_order_unlike_the_theorys_is_explained_by_bytes() -> None:
-    held = Holding(
-        in_use=100 * 2**20,
-        kinds={"parameters": 40 * 2**20, "gradients": 0, "optimizer": 0, "library": 0},
-        buffers={"fp32 master partition": 30 * 2**20},
+def test_an_order_unlike_the_theorys_is_noted() -> None:
+    common: dict[str, Any] = {"reason": "", "workload": "w", "budget": 100, "status": "found"}
+    one, two, three, four = (
+        MaxsizeResult(f"stage {n}", parameters=size, **common)
+        for n, size in enumerate((50, 50, 51, 52), 1)
     )
-    common = {"reason": "", "workload": "w", "budget": 100 * 2**20, "status": "found"}
-    one = MaxsizeResult("stage 1", parameters=50, **common)  # type: ignore[arg-type]
-    of_stage_2: Any = {"parameters": 50, "failed_in": "update", "holding": held}
-    two = MaxsizeResult("stage 2", **of_stage_2, **common)
-    three = MaxsizeResult("stage 3", parameters=51, **common)  # type: ignore[arg-type]
-    assert order_notes([one, three], [["stage 1", "stage 2", "stage 3"]]) == []
+    assert order_notes([one, three, four], [["stage 1", "stage 3", "stage 4"]]) == []
     [note] = order_notes([one, two, three], [["stage 1", "stage 2", "stage 3"]])
-    assert note.startswith("unlike in theory, stage 2 reaches 0.0M, no more than stage 1")
-    assert "fp32 master partition 30 MiB" in note
+    assert "stage 2" in note
 
 
 def test_the_phase_is_read_off_the_traceback() -> None:
@@ -466,25 +389,21 @@ def ended(scratch: Path) -> Outcome:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--budget", "lots"], ["'lots' is not an amount of memory"]),
-        (["--budget", "0"], ["--budget '0'", "more than 0"]),
-        (["--budget", "999TiB"], ["--budget '999TiB'", "at most"]),
-        (["--only", "dpp"], ["--only 'dpp'", "ddp"]),
-        (["--hidden", "100"], ["multiple of 64"]),
-        (["--cells", "nowhere.yaml"], ["nowhere.yaml"]),
-        (["--resume"], ["nothing to resume"]),
-        (["--resume", "--budget", "1GiB"], ["--resume", "--budget"]),
-        (["--ranks", "0"], ["--ranks"]),
-        (["--grow", "sequence", "--set", "sequence_length=8"], ["--set sequence_length", "--grow"]),
+        ("--budget lots", "'lots' is not an amount of memory"),
+        ("--budget 0", "--budget '0'.*more than 0"),
+        ("--budget 999TiB", "--budget '999TiB'.*at most"),
+        ("--only dpp", "--only 'dpp'.*ddp"),
+        ("--hidden 100", "multiple of 64"),
+        ("--cells nowhere.yaml", "nowhere.yaml"),
+        ("--resume", "nothing to resume"),
+        ("--resume --budget 1GiB", "--resume.*--budget"),
+        ("--grow sequence --set sequence_length=8", "--set sequence_length.*--grow"),
     ],
-    ids=lambda value: "-".join(value),
 )
-def test_a_mistake_is_one_sentence_and_exit_code_2(
-    tmp_path: Path, words: list[str], said: list[str]
+def test_a_mistake_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str
 ) -> None:
-    done = here("maxsize", *words, folder=tmp_path)
-    assert done.returncode == 2, done.stderr
-    for word in said:
-        assert word in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=said):
+        ask(maxsize, *words.split())
     assert list(tmp_path.iterdir()) == []

@@ -15,7 +15,6 @@ from hypothesis import strategies as some
 from harness.analysis.cell_result import disturbances
 from harness.analysis.consistency import mean_losses
 from harness.analysis.stats import (
-    efficiency,
     mean_of_cycles,
     over_cycles,
     percentile,
@@ -42,7 +41,6 @@ from harness.measure.resource_use import (
 from harness.record.run_record import RankStep
 from harness.run.metrics import timed_seconds
 from harness.worker.rank_answer import CpuTime
-from harness.worker.spec import begins_turn
 from harness.workloads.counts import ModelFacts
 from tests.unit.recording import answer, figures
 
@@ -72,10 +70,6 @@ def test_turns_of_a_trial_by_hand() -> None:
         assert row.turn_began == (7.0, 9.5)
         assert row.turn_samples_per_second == (CELL.global_batch / 2.0, CELL.global_batch / 2.0)
     assert figures(CELL, [answer(0, [1.0])], FACTS, None).turn_began == ()
-
-
-def test_a_turn_is_two_steps_and_one_that_settles() -> None:
-    assert [number for number in range(-3, 8) if begins_turn(number)] == [0, 3, 6]
 
 
 def test_a_step_is_timed_between_two_synchronisations() -> None:
@@ -170,16 +164,6 @@ def test_mfu_is_a_share_of_the_peak_and_null_without_one() -> None:
     assert peak_flops_per_second(None, "fp32") is None
     assert peak_flops_per_second("NVIDIA H100 80GB HBM3", "bf16") == 989.5e12
     assert peak_flops_per_second("NVIDIA H100 PCIe", "bf16") == 756.5e12
-
-
-def test_efficiency_is_one_when_two_devices_are_twice_as_fast() -> None:
-    assert efficiency(20.0, 2, 10.0) == 1.0
-    assert efficiency(15.0, 2, 10.0) == 0.75
-
-
-def test_percentiles_interpolate() -> None:
-    assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
-    assert percentile([1.0], 0.95) == 1.0
 
 
 @given(some.lists(some.floats(-1e6, 1e6), min_size=1, max_size=50), some.floats(0, 1))

@@ -16,10 +16,8 @@ from torch.nn import functional as F
 
 from harness.cell.cell import Cell
 from harness.cell.errors import Refused, Unavailable
-from harness.measure.rank_traffic import ExpertTokens, counted, imbalance_of_experts, routers_of
+from harness.measure.rank_traffic import ExpertTokens, counted, routers_of
 from harness.parity.verdict import allowed_deviation
-from harness.record.trial import TrialRecord
-from harness.run import metrics
 from harness.seam.formulas import unit_sizes
 from harness.seam.registry import make_strategy, validate
 from harness.strategies import _distributed as mesh
@@ -28,6 +26,7 @@ from harness.workloads.counts import ModelFacts, model_facts
 from harness.workloads.recompute import recompute_blocks
 from tests.unit.html_page import page_of
 from tests.unit.made_results import stored, trial_rows
+from tests.unit.recording import answer, figures
 
 
 def cell(strategy: str, workload: str = "mixtral-nano", devices: int = 2, **axes: Any) -> Cell:
@@ -62,19 +61,12 @@ def test_tokens_of_each_expert_are_counted_once() -> None:
 
 
 def test_counts_of_ranks_are_added_up() -> None:
-    ranks: Any = [
-        SimpleNamespace(expert_tokens={0: (3, 1), 1: (2, 2)}),
-        SimpleNamespace(expert_tokens={0: (3, 1), 1: (2, 2)}),
-        SimpleNamespace(expert_tokens={}),  # tensor-parallel peer of another rank
-    ]
-    empty: Any = TrialRecord.__new__(TrialRecord)
-    for column in TrialRecord.columns():
-        object.__setattr__(empty, column.name, None)
-    trial = metrics._with_experts(empty, ranks)
+    # The last is a tensor-parallel peer of another rank.
+    tokens: list[ExpertTokens] = [*2 * [{0: (3, 1), 1: (2, 2)}], {}]
+    ranks = [answer(0, [1.0], expert_tokens=each) for each in tokens]
+    trial = figures(cell("ddp"), ranks, ModelFacts(("w",), 5, 1000, (5,)), None)
     assert json.loads(trial.expert_tokens or "") == [[6, 2], [4, 4]]
-    assert trial.expert_imbalance == imbalance_of_experts({0: (6, 2), 1: (4, 4)}) == 1.5
-    no_experts: Any = [SimpleNamespace(expert_tokens=None)]
-    assert metrics._with_experts(empty, no_experts) is empty
+    assert trial.expert_imbalance == 1.5
 
 
 def test_half_precision_may_choose_other_experts() -> None:
@@ -93,19 +85,12 @@ def test_half_precision_may_choose_other_experts() -> None:
     assert "other experts" in limits[0].reason
 
 
-def test_the_report_draws_the_imbalance_of_experts(tmp_path: Path) -> None:
-    rows = trial_rows(
-        cell("even"), [9.0, 9.1], expert_tokens="[[8, 8], [9, 7]]", expert_imbalance=1.125
-    )
-    rows += trial_rows(
-        cell("odd"), [5.0, 5.1], expert_tokens="[[15, 1], [9, 7]]", expert_imbalance=1.875
-    )
-    page = page_of(stored(tmp_path, rows), tmp_path)
-    assert "experts" in page.headings
-    text = page.text[page.text.index("Imbalance of experts") :]
-    assert text.index("even x2") < text.index("odd x2")
-    for words in ("1.88", "block 1, expert 0", "Tokens of each expert: mixtral-nano, even"):
-        assert words in text
+def test_the_report_begins_with_the_least_balanced_experts(tmp_path: Path) -> None:
+    rows = trial_rows(cell("even"), [9.0], expert_tokens="[[8, 8]]", expert_imbalance=1.0)
+    rows += trial_rows(cell("odd"), [5.0], expert_tokens="[[15, 1]]", expert_imbalance=1.875)
+    text = page_of(stored(tmp_path, rows), tmp_path).text
+    drawn = text[text.index("Imbalance of experts") :]
+    assert drawn.index("odd x2") < drawn.index("even x2")
 
 
 @needs_meshes
@@ -225,61 +210,6 @@ def test_deepspeed_has_a_rank_where_its_experts_are(monkeypatch: pytest.MonkeyPa
 
 
 @needs_meshes
-def test_traffic_by_hand() -> None:
-    """Each of two ranks has 4 samples of 32 tokens. Each of 2 blocks exchanges 256 rows of 32
-    numbers, and token counts, 4 times; half of them stay. Experts are not gathered; the rest is,
-    blocks and embedding twice. Two micro-batches gather twice but scatter once."""
-    one = cell("distributed_config", options={"expert": 2}, global_batch=8)
-    strategy, facts = make_strategy(one), model_facts(make_workload(one.workload), 32)
-    layout = strategy.layout(2)
-    rows = 2 * (4 * 256 * 32 * 4 + 4 * 8) / 2
-    named = dict(zip(facts.trainable, facts.sizes, strict=True))
-    dense = {name: size for name, size in named.items() if ".experts." not in name}
-    kept = named["lm_head.weight"] + named["model.norm.weight"]
-    gathered = 4 * (3 * sum(dense.values()) - kept) / 2
-    assert strategy.traffic(one, layout, facts) == rows + gathered
-    two = one.model_copy(update={"micro_batches": 2})
-    counts, scattered = 2 * 8 * 4 / 2, 4 * sum(dense.values()) / 2
-    assert strategy.traffic(two, layout, facts) == rows + counts + 2 * gathered - scattered
-    states = strategy.states(one, layout, facts)
-    assert states is not None
-    assert states.parameters == facts.parameter_bytes / 2
-
-
-@needs_meshes
-@pytest.mark.parametrize(
-    ("workload", "sizes", "elements"),
-    [
-        (
-            "llama-nano",
-            {"model.embed_tokens": 10, "model.layers.1.mlp.up_proj": 20, "lm_head": 30},
-            3 * (10 + 20) + 2 * 30,
-        ),
-        ("gpt2-nano", {"transformer.wte": 10, "transformer.h.1.mlp.c_fc": 20}, 2 * 10 + 3 * 20),
-        (
-            "bert-micro",
-            {
-                "bert.embeddings.word_embeddings": 10,
-                "bert.embeddings.position_embeddings": 1,
-                "bert.encoder.layer.1.output.dense": 20,
-                "bert.pooler.dense": 30,
-            },
-            3 * (10 + 20) + 2 * (1 + 30),
-        ),
-    ],
-)
-def test_bytes_of_accelerates_shards_by_hand(
-    workload: str, sizes: dict[str, int], elements: int
-) -> None:
-    """Blocks are gathered twice and scattered. So is the embedding, unless the head shares it."""
-    one = cell("parallelism_config", workload)
-    names = tuple(f"{path}.weight" for path in sizes)
-    facts = ModelFacts(names, sum(sizes.values()), 0, tuple(sizes.values()))
-    strategy = make_strategy(one)
-    assert strategy.traffic(one, strategy.layout(2), facts) == 4 * elements / 2
-
-
-@needs_meshes
 @pytest.mark.parametrize(
     ("strategy", "options", "more"),
     [
@@ -305,22 +235,8 @@ def test_whole_gradients_stay_until_the_last_micro_batch(
     assert found[1] - found[0] == pytest.approx(more * 4 * block)
 
 
-@needs_meshes
-def test_experts_share_whole_gradients_too() -> None:
-    """Each of two ranks keeps the gradients of half the experts and of everything else."""
-    one = cell("distributed_config", options={"expert": 2}, micro_batches=2)
-    strategy, facts = make_strategy(one), model_facts(make_workload(one.workload), 32)
-    named = dict(zip(facts.trainable, facts.sizes, strict=True))
-    experts = sum(size for name, size in named.items() if ".experts." in name)
-    states = strategy.states(one, strategy.layout(2), facts)
-    assert states is not None
-    assert states.transient == pytest.approx(4 * (sum(facts.sizes) - experts / 2))
-
-
 @pytest.mark.parametrize("name", ["mixtral-nano", "qwen3-moe-nano"])
-def test_the_auxiliary_loss_of_routers_is_not_trained(
-    name: str,
-) -> None:
+def test_the_auxiliary_loss_of_routers_is_not_trained(name: str) -> None:
     """The auxiliary loss multiplies two means over tokens, so ranks' mean is not the batch's."""
     workload = make_workload(name)
     model: Any = workload.build(0)

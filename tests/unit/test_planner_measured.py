@@ -13,7 +13,6 @@ from harness.planner.cluster.cluster_plan import ClusterCandidate, plan
 from harness.planner.cluster.footprint import MOST_CERTAIN
 from harness.planner.cluster.hardware import cluster_of
 from harness.planner.cluster.hf_config import parse_shape
-from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.prediction import predict
 from harness.planner.cluster.question import (
     ClusterQuestion,
@@ -21,7 +20,7 @@ from harness.planner.cluster.question import (
     PlannedLayouts,
     enumerate_layouts,
 )
-from harness.planner.cluster.recipe import RECOMPUTE, STATES, Precision, Recompute
+from harness.planner.cluster.recipe import RECOMPUTE, Precision, Recompute
 
 CALIBRATION = load()
 GIB = 2**30
@@ -147,14 +146,6 @@ def test_sharded_gradients_take_less_memory_and_more_time() -> None:
     assert shards.seconds >= whole.seconds
 
 
-def test_torchs_own_tensor_parallelism_waits_for_its_collectives() -> None:
-    ran = RAN[0]
-    alone = dataclasses.replace(ran.layout, data=1, zero=0, accumulation=160, whole_gradients=0)
-    found = predict(ran.question, PlannedLayouts.of([ran.layout, alone]), CALIBRATION)
-    native, other = (found.time.activation_exchange / [4, 160]).tolist()
-    assert native == pytest.approx(other * 0.8 / CALIBRATION.time.tensor_exposed)
-
-
 def test_hidden_communication_slows_computing() -> None:
     ran = RAN[5]
     small = dataclasses.replace(ran.question, devices=8, global_batch=16)
@@ -164,21 +155,6 @@ def test_hidden_communication_slows_computing() -> None:
     assert inside.compute[0] == pytest.approx(across.compute[0])
     # Compute could hide all but the first gather and the last scatter.
     assert 0.01 < inside.data[0] / inside.compute[0] < across.data[0] / across.compute[0] < 0.1
-
-
-@pytest.mark.parametrize("precision", STATES)
-def test_states_of_every_recipe(precision: Precision) -> None:
-    shape = ModelShape("x", 8, 1024, 8, 4096, 32000)
-    asked = ClusterQuestion(shape, cluster_of("h100-80gb", 8, "nvlink"), 512, 8, 8, precision)
-    layouts = PlannedLayouts.of([PlannedLayout(data=8, zero=stage) for stage in (0, 3)])
-    found = predict(asked, layouts, CALIBRATION)
-    # DDP keeps a bf16 copy of fp32 parameters.
-    copied = {"fp32": 16, "bf16": 18, "pure-bf16": 8, FP32_REDUCE: 10, "pure-bf16-fused": 6}
-    shards = {**copied, "bf16": 16}
-    each = found.memory.states / shape.parameters
-    assert each.tolist() == pytest.approx([copied[precision], shards[precision] / 8], rel=0.01)
-    slower = predict(dataclasses.replace(asked, precision="fp32"), layouts, CALIBRATION).seconds
-    assert (slower >= found.seconds).all()
 
 
 def test_updates_in_backward_cannot_accumulate() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +10,6 @@ from harness.planner.cluster.calibration import Floats, load
 from harness.planner.cluster.cluster_plan import plan
 from harness.planner.cluster.hardware import cluster_of
 from harness.planner.cluster.hf_config import parse_shape
-from harness.planner.cluster.layout_memory import memory
 from harness.planner.cluster.prediction import TRIED, predict, ranked
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
 
@@ -93,26 +89,3 @@ def test_few_micro_batches_are_refused_where_the_measured_software_refuses_them(
     )
     dropped = plan(asked, CALIBRATION).dropped
     assert any(count > 0 for reason, count in dropped.items() if "micro-batches" in reason)
-
-
-def test_activations_are_those_that_are_counted() -> None:
-    """Without tensor parallelism, a layer keeps 16 bytes per token and hidden unit, and 8 per
-    feed-forward unit; fp32 logits and their softmax come on top."""
-    shape = parse_shape("playbook-3b")
-    cluster = cluster_of("h100-80gb", 8, "playbook-h100")
-    counts = dataclasses.replace(
-        CALIBRATION.memory, layer_hidden=16.0, layer_feed=8.0, logit=8.0, gathered=4.0
-    )
-    alone = PlannedLayouts.of([PlannedLayout(data=8, zero=1, accumulation=32)])
-    needed = memory(shape, 4096, cluster, alone, counts, np.array([1.0]))
-    layer = 16 * 3072 + 8 * 8192
-    assert needed.activations[0] == pytest.approx(
-        4096 * (28 * layer + 2 * 3072 + 8 * 131072), rel=1e-9
-    )
-    assert needed.pending[0] == 0
-    split = PlannedLayouts.of([PlannedLayout(data=4, tensor=2, zero=1, accumulation=64)])
-    pending = [
-        memory(shape, 4096, cluster, split, counts, np.array([ahead])).pending[0]
-        for ahead in (0.0, 0.5)
-    ]
-    assert pending == pytest.approx([0.0, 28 * 4096 * 3072 * 4 / 2])
