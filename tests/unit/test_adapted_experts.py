@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 
-from harness.cell.errors import UsageError
-from harness.host.gpu_models import gpu_models
 from harness.planner.cluster.footprint import footprint, layer_bytes, merged_bytes
 from harness.planner.cluster.hf_config import parse_shape
 from harness.planner.cluster.recipe import ATTENTION, Adapter, Recipe
-from harness.planner.fits import FitQuestion
 from tests.unit.test_layer_bytes import BATCH, SEQUENCE, model_of, shape_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -75,10 +72,3 @@ def test_adapted_experts_are_kept_twice() -> None:
     attention_only = dataclasses.replace(LORA, adapter=Adapter(2, ATTENTION))
     peaks = [footprint(mixtral, recipe).peak for recipe in (LORA, attention_only)]
     assert peaks[0] - peaks[1] > experts
-
-
-def test_dora_of_experts_is_refused() -> None:
-    mixtral = parse_shape("mixtral-8x7b")
-    gpu = gpu_models()["h100-80gb"]
-    with pytest.raises(UsageError, match="DoRA"):
-        FitQuestion(mixtral, gpu, 8, "dora", 2048, 1, "bf16", 16, lambda gpus: 1e11)

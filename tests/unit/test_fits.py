@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -151,15 +152,11 @@ def test_published_peaks_of_one_gpu(
         ("4090", "rtx-4090"),
         ("rtx-4090-24gb", "rtx-4090"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
-        ("h100", "h100-80gb"),
         ("A100 80GB", "a100-80gb"),
         ("a100-sxm4-80gb", "a100-80gb"),
         ("A6000", "rtx-a6000"),
-        ("h200", "h200-141gb"),
         ("A100 80GB PCIe", "a100-pcie-80gb"),
-        ("l40s", "l40s"),
         ("AMD Instinct MI300X", "mi300x-192gb"),
-        ("mi355x", "mi355x-288gb"),
     ],
 )
 def test_gpu_names_as_people_type_them(text: str, host: str) -> None:
@@ -172,7 +169,7 @@ def test_names_of_no_single_gpu(text: str) -> None:
         gpu_named(text)
 
 
-def verdict_of(options: str) -> tuple[str, dict[str, object]]:
+def verdict_of(options: str) -> tuple[str, dict[str, Any]]:
     result = CliRunner().invoke(app, ["fits", *options.split(), "--json"])
     answer = json.loads(result.stdout)
     assert result.exit_code == {"yes": 0, "no": 1, "uncertain": 3}[answer["verdict"]]
@@ -190,7 +187,7 @@ def test_public_questions() -> None:
     assert not [row for row in wrong if row[2] == "yes"], wrong
 
 
-def cells_of_command(answer: dict[str, object], gpus: str) -> list[Cell]:
+def cells_of_command(answer: dict[str, Any], gpus: str) -> list[Cell]:
     """Returns the cells that the printed command trains on these GPUs."""
     words = shlex.split(str(answer["command"]))
     settings = [words[index + 1] for index, word in enumerate(words) if word == "--set"]
@@ -201,7 +198,7 @@ def cells_of_command(answer: dict[str, object], gpus: str) -> list[Cell]:
     return list(expanded.cells)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("gpus", "options"),
     [
@@ -234,7 +231,6 @@ def test_the_command_trains_the_answer(
     """One cell, whose micro-batch, sharding and states are the answer's."""
     answer = verdict_of(f"llama-8b --gpus {gpus} {options}")[1]
     recipe = answer["recipe"]
-    assert isinstance(recipe, dict)
     (cell,) = cells_of_command(answer, gpus)
     assert (cell.strategy, cell.options) == (strategy, chosen)
     assert (recipe["sharding"] == "full") == (strategy == "fsdp2")
@@ -243,31 +239,28 @@ def test_the_command_trains_the_answer(
     assert (cell.recompute, cell.sequence_length) == (recipe["recompute"], recipe["sequence"])
 
 
-def test_differences_of_the_cell_are_named() -> None:
-    for options, differences in (
-        ("--method full --precision pure-bf16", []),
-        ("--method lora --rank 8", []),
-        ("--method dora", ["rank 8 instead of 16"]),
-        ("--method qlora --rank 8", ["fp32 embeddings", "no double quantisation"]),
-    ):
-        words = ["fits", "llama-1b", "--gpus", "a100-80gb", *options.split()]
-        answer = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
-        assert answer["command_differs"] == differences
-        text = CliRunner().invoke(app, words).stdout
-        assert ("differs" in text) == bool(differences)
-        assert all(difference in text for difference in differences)
-
-
-def test_adapters_of_experts_have_no_command() -> None:
-    answer = verdict_of("mixtral-8x7b --gpus 8xh100 --method lora")[1]
-    assert (answer["verdict"], answer["command"]) == ("yes", "")
+@pytest.mark.parametrize(
+    ("options", "differences"),
+    [
+        ("llama-1b --gpus a100-80gb --method full --precision pure-bf16", []),
+        ("llama-1b --gpus a100-80gb --method dora", ["rank 8 instead of 16"]),
+        (
+            "llama-1b --gpus a100-80gb --method qlora --rank 8",
+            ["fp32 embeddings", "no double quantisation"],
+        ),
+    ],
+)
+def test_differences_of_the_cell_are_named(options: str, differences: list[str]) -> None:
+    assert verdict_of(options)[1]["command_differs"] == differences
+    text = CliRunner().invoke(app, ["fits", *options.split()]).stdout
+    assert all(difference in text for difference in differences)
 
 
 def test_fused_code_has_no_command() -> None:
     """The suite's cells would need more memory than the answer."""
     question = "llama-1b --gpus 4090 --method lora --seq"
     _, longer = verdict_of(f"{question} 49152")
-    assert "fused cross-entropy and norms" in longer["turn_on"]  # type: ignore[operator]
+    assert "fused cross-entropy and norms" in longer["turn_on"]
     assert (longer["verdict"], longer["command"], longer["command_differs"]) == ("yes", "", [])
     assert verdict_of(f"{question} 32768")[1]["command"]
 
@@ -277,47 +270,30 @@ def test_dora_learns_norms_and_needs_more_than_lora() -> None:
     learned = [Adapter(16, dora=dora).parameters(shape) for dora in (False, True)]
     outputs = 2 * 4096 + 2 * 1024 + 2 * 14336 + 4096
     assert learned[1] - learned[0] == 32 * outputs
-    answers = {}
-    for method in ("lora", "dora", "qlora", "qdora"):
-        answers[method] = verdict_of(f"llama-8b --gpus a100-80gb --method {method}")[1]
-    for plain, dora in (("lora", "dora"), ("qlora", "qdora")):
-        assert float(str(answers[dora]["peak_bytes"])) > float(str(answers[plain]["peak_bytes"]))
-        speeds = [float(str(answers[name]["tokens_per_second"])) for name in (plain, dora)]
-        assert speeds[0] > speeds[1]
+    for methods in (("lora", "dora"), ("qlora", "qdora")):
+        question = "llama-8b --gpus a100-80gb --method"
+        plain, with_norms = (verdict_of(f"{question} {method}")[1] for method in methods)
+        assert with_norms["peak_bytes"] > plain["peak_bytes"]
+        assert with_norms["tokens_per_second"] < plain["tokens_per_second"]
 
 
 def test_probabilities_are_never_certain() -> None:
-    _, easy = verdict_of("llama-3.2-1b --gpus h200 --method qlora")
-    _, never = verdict_of("llama-405b --gpus t4 --method full")
-    assert easy["fits"] == 0.98
-    assert never["fits"] == pytest.approx(0.02)
+    assert verdict_of("llama-3.2-1b --gpus h200 --method qlora")[1]["fits"] == 0.98
+    assert verdict_of("llama-405b --gpus t4 --method full")[1]["fits"] == pytest.approx(0.02)
 
 
 def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     _, answer = verdict_of("llama-7b --gpus 4090 --method qlora")
-    longest = int(str(answer["longest_sequence"]))
+    longest = answer["longest_sequence"]
     assert verdict_of(f"llama-7b --gpus 4090 --method qlora --seq {longest}")[0] == "yes"
     assert verdict_of(f"llama-7b --gpus 4090 --method qlora --seq {longest + 256}")[0] != "yes"
 
 
-def test_remedies_make_it_fit() -> None:
-    verdict, answer = verdict_of("llama-8b --gpus 4090 --method full")
-    remedies = answer["remedies"]
-    assert verdict == "no"
-    assert isinstance(remedies, list)
-    assert remedies
-    changed = [remedy["value"] for remedy in remedies]
-    assert changed.index("lora") < changed.index("qlora")
-    assert verdict_of("llama-8b --gpus 4090 --method qlora")[0] == "yes"
-
-
 def test_one_gpu_may_beat_two_without_peer_to_peer() -> None:
     options = "llama-3.2-1b --gpus 2x4090 --method full --precision pure-bf16 --seq 512"
-    _, slow = verdict_of(f"{options} --link pcie")
-    _, fast = verdict_of(f"{options} --link pcie-p2p")
-    alone = float(str(slow["one_gpu_tokens_per_second"]))
-    assert alone > float(str(slow["tokens_per_second"]))
-    assert float(str(fast["tokens_per_second"])) > float(str(slow["tokens_per_second"]))
+    slow, fast = (verdict_of(f"{options} --link {link}")[1] for link in ("pcie", "pcie-p2p"))
+    assert slow["one_gpu_tokens_per_second"] > slow["tokens_per_second"]
+    assert fast["tokens_per_second"] > slow["tokens_per_second"]
 
 
 def rate_of(precision: Precision, sharding: Sharding, link: float) -> float:
@@ -354,8 +330,8 @@ def test_alternatives_have_the_speed_of_their_own_answers() -> None:
     two = verdict_of(f"{question} --gpus 2x4090")[1]
     assert two["one_gpu_tokens_per_second"] == alone["tokens_per_second"]
     remedies = verdict_of("llama-3.2-3b --gpus 4090 --method full")[1]["remedies"]
-    assert isinstance(remedies, list)
     promised = {remedy["value"]: remedy["tokens_per_second"] for remedy in remedies}
+    assert [*promised].index("lora") < [*promised].index("qlora")
     followed = verdict_of("llama-3.2-3b --gpus 4090 --method lora")[1]
     assert promised["lora"] == followed["tokens_per_second"]
 
@@ -363,26 +339,15 @@ def test_alternatives_have_the_speed_of_their_own_answers() -> None:
 def test_links_of_a_node() -> None:
     models = gpu_models()
     default = {name: link_bytes_per_second(gpu, None) for name, gpu in models.items()}
-    for name in ("mi300x-192gb", "mi325x-256gb", "mi355x-288gb"):
-        # Each pair has its own link.
-        assert default[name](8) == pytest.approx(7 * default[name](2))
-        assert link_bytes_per_second(models[name], "nvlink")(4) == default[name](4)
-    assert default["mi300x-192gb"](8) == pytest.approx(0.55 * 7 * 64e9)
-    assert default["h100-80gb"](2) == default["h100-80gb"](8) == pytest.approx(0.55 * 450e9)
-    for name in ("mi250x-64gb", "rtx-4090"):
-        gpu = models[name]
-        assert default[name](8) == link_bytes_per_second(gpu, "pcie")(8)
-        assert link_bytes_per_second(gpu, "100gbyte")(2) == pytest.approx(55e9)
-        with pytest.raises(UsageError, match="no rate of NVLink or Infinity Fabric"):
-            link_bytes_per_second(gpu, "nvlink")
-    assert link_bytes_per_second(models["h100-80gb"], "450GByte")(2) == default["h100-80gb"](2)
-
-
-def test_eight_amd_gpus_are_faster_than_one() -> None:
-    for gpu in ("mi300x", "mi325x", "mi355x"):
-        _, answer = verdict_of(f"llama-8b --gpus 8x{gpu} --method full")
-        alone = float(str(answer["one_gpu_tokens_per_second"]))
-        assert float(str(answer["tokens_per_second"])) > 4 * alone
+    mi300, h100 = default["mi300x-192gb"], default["h100-80gb"]
+    assert mi300(8) == pytest.approx(7 * mi300(2)), "each pair has its own link"
+    assert mi300(8) == pytest.approx(0.55 * 7 * 64e9)
+    assert h100(2) == h100(8) == pytest.approx(0.55 * 450e9)
+    assert link_bytes_per_second(models["h100-80gb"], "450GByte")(2) == h100(2)
+    gpu = models["rtx-4090"]
+    assert default["rtx-4090"](8) == link_bytes_per_second(gpu, "pcie")(8)
+    with pytest.raises(UsageError, match="no rate of NVLink or Infinity Fabric"):
+        link_bytes_per_second(gpu, "nvlink")
 
 
 @pytest.mark.parametrize("link", ["foo", "0gbyte", "450", "450gbyte,400gbit", "playbook-h100"])
@@ -405,8 +370,8 @@ def test_what_offload_would_need(options: str, host_bytes: int | None) -> None:
     answer = verdict_of(options)[1]
     offload, parameters = answer["offload"], answer["parameters"]
     assert (offload is None) == (host_bytes is None)
-    if isinstance(offload, dict) and isinstance(parameters, int):
-        assert offload["host_bytes"] == parameters * (host_bytes or 0)
+    if host_bytes:
+        assert offload["host_bytes"] == parameters * host_bytes
         assert offload["peak_bytes"] < answer["usable_bytes"]
 
 
@@ -443,27 +408,20 @@ def test_a_gpu_without_bf16_has_a_warning(options: str, warned: bool) -> None:
 
 
 def test_mistakes_are_refused() -> None:
-    for options in ("--gpus 0x4090", "--gpus 00x4090", "--gpus 4090 --method qlorra"):
-        result = CliRunner().invoke(app, ["fits", "llama-8b", *options.split()])
+    for options in (
+        "llama-8b --gpus 0x4090",
+        "llama-8b --gpus 00x4090",
+        "llama-8b --gpus 4090 --method qlorra",
+        "mixtral-8x7b --gpus 8xh100 --method dora",
+    ):
+        result = CliRunner().invoke(app, ["fits", *options.split()])
         assert isinstance(result.exception, UsageError)
 
 
-def test_nothing_heavy_is_imported() -> None:
+@pytest.mark.parametrize("words", [["fits", "llama-7b", "--gpus", "4090"], ["plan", "--json"]])
+def test_nothing_heavy_is_imported(words: list[str]) -> None:
     code = (
-        "import sys; from bench.cli import app\n"
-        "try: app(['fits', 'llama-7b', '--gpus', '4090'])\n"
-        "except SystemExit: pass\n"
-        "print([m for m in ('torch', 'scipy', 'transformers') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_a_plan_imports_no_torch() -> None:
-    code = (
-        "import sys; from bench.cli import app\n"
-        "try: app(['plan', '--model', 'llama-8b', '--json'])\n"
-        "except SystemExit: pass\n"
+        f"import sys; from bench.cli import app\ntry: app({words})\nexcept SystemExit: pass\n"
         "print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

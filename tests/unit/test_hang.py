@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -203,36 +204,24 @@ def group(entered: int, name: str = "0", ranks: tuple[int, ...] = (0, 1, 2)) -> 
 
 
 @pytest.mark.parametrize(
-    ("groups", "stacks", "facts"),
+    ("groups", "stacks", "fact"),
     [
-        (
-            {0: [group(17)], 1: [group(16)], 2: [group(17)]},
-            {},
-            ("rank 1 ", "gloo:all_reduce 17", "3 ranks"),
-        ),
-        (
-            {0: [group(17)], 1: [], 2: []},
-            {},
-            ("ranks 1, 2 ", "gloo:all_reduce 17", "3 ranks"),
-        ),
+        ({0: [group(17)], 1: [group(16)], 2: [group(17)]}, {}, "rank 1 .*gloo:all_reduce 17"),
+        ({0: [group(17)], 1: [], 2: []}, {}, "ranks 1, 2 .*gloo:all_reduce 17"),
         (
             {0: [group(3), group(2, "1", (0, 1))], 1: [group(3), group(1, "1", (0, 1))]},
             {},
-            ("rank 1 ", "gloo:all_reduce 2 ", "group 1"),
+            "rank 1 .*gloo:all_reduce 2 .*group 1",
         ),
-        ({0: [], 1: []}, {0: WAITS, 1: SLEEPS}, ("rank 1 ",)),
-        ({0: [], 1: []}, {0: WAITS}, ("rank 1 ",)),
-        ({0: [group(4)], 1: [group(4)], 2: [group(4)]}, {0: SLEEPS, 1: SLEEPS}, ()),
-        ({}, {}, ()),
+        ({0: [], 1: []}, {0: WAITS, 1: SLEEPS}, "rank 1 "),
+        ({0: [], 1: []}, {0: WAITS}, "rank 1 "),
+        ({0: [group(4)], 1: [group(4)], 2: [group(4)]}, {0: SLEEPS, 1: SLEEPS}, "^$"),
     ],
 )
 def test_the_missing_rank_is_named(
-    groups: dict[int, list[GroupState]], stacks: dict[int, str], facts: tuple[str, ...]
+    groups: dict[int, list[GroupState]], stacks: dict[int, str], fact: str
 ) -> None:
-    said = missing(groups, stacks)
-    for fact in facts:
-        assert fact in said
-    assert bool(said) == bool(facts)
+    assert re.search(fact, missing(groups, stacks))
 
 
 def test_hangs_of_two_nodes_are_one_timeout() -> None:
@@ -246,45 +235,30 @@ def test_hangs_of_two_nodes_are_one_timeout() -> None:
 
 def test_a_beat_is_read_as_it_was(tmp_path: Path) -> None:
     assert read_beat(tmp_path, 3) is None
-    heart = Heartbeat(tmp_path, 3)
-    heart.beat("step 7", 7)
+    Heartbeat(tmp_path, 3).beat("x" * 500, 7)
     found = read_beat(tmp_path, 3)
     assert found is not None
-    assert (found.steps, found.doing) == (7, "step 7")
-    heart.beat("x" * 500)
-    assert len(read_beat(tmp_path, 3).doing) == 64  # type: ignore[union-attr]
+    assert (found.steps, found.doing) == (7, "x" * 64)
 
 
 def test_native_stacks_come_from_py_spy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: Callable[[], int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: int
 ) -> None:
     program = tmp_path / "py-spy"
     program.write_text('#!/bin/sh\necho "native stack of $*"\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    pid = idle()
-    ask_ranks(str(tmp_path), {0: pid})
-    assert f"native stack of dump --native --pid {pid}" in stacks_file(tmp_path, 0).read_text()
+    ask_ranks(str(tmp_path), {0: idle})
+    assert f"native stack of dump --native --pid {idle}" in stacks_file(tmp_path, 0).read_text()
 
 
 @pytest.fixture
-def idle() -> Iterator[Callable[[], int]]:
-    """Starts a process that dumps its stacks on a signal; returns its process id."""
-    started = []
-
-    def start() -> int:
-        setup = "import faulthandler as f, signal as s, time; f.register(s.SIGUSR1)"
-        process = subprocess.Popen(
-            [sys.executable, "-c", f"{setup}; print(1, flush=True); time.sleep(60)"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        started.append(process)
+def idle() -> Iterator[int]:
+    """Starts a process that dumps its stacks on a signal; yields its process id."""
+    setup = "import faulthandler as f, signal as s, time; f.register(s.SIGUSR1)"
+    command = [sys.executable, "-c", f"{setup}; print(1, flush=True); time.sleep(60)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout
         process.stdout.readline()
-        return process.pid
-
-    yield start
-    for process in started:
+        yield process.pid
         process.kill()
-        process.communicate()

@@ -8,13 +8,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from typer.testing import CliRunner
 
-from bench.cli import app
 from harness.planner.cluster.hf_config import SIZES, TEXT_SIZES, parse_shape
 from harness.planner.cluster.model_shape import ModelShape
-from harness.workloads import make_workload
-from harness.workloads.counts import model_facts
 
 SMALL = {
     "hidden_size": 64,
@@ -180,16 +176,6 @@ def test_text_models_of_vision_models_are_counted_exactly(
     assert parse_shape(f"hf:{tmp_path}").parameters == sum(counted.values())
 
 
-def test_the_commands_answer_for_the_text_model(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(GEMMA_3))
-    model = f"hf:{tmp_path}"
-    fits = CliRunner().invoke(app, ["fits", model, "--gpus", "h100"])
-    assert fits.exit_code == 0, fits.output
-    assert "gemma3 (text model only)" in fits.output
-    plan = CliRunner().invoke(app, ["plan", "--model", model, "--batch", "8", "--json"])
-    assert json.loads(plan.stdout)["question"]["shape"]["name"] == "gemma3 (text model only)"
-
-
 @pytest.mark.parametrize(
     ("kind", "entries", "shared"),
     [
@@ -206,12 +192,6 @@ def test_widths_of_shared_experts(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with mock.patch("harness.planner.cluster.hf_config.is_installed", return_value=False):
         assert parse_shape(f"hf:{tmp_path}").shared_feed_forward == shared
-
-
-@pytest.mark.parametrize("name", ["llama-1b", "llama-7b"])
-def test_a_planned_model_is_the_workload_of_its_name(name: str) -> None:
-    facts = model_facts(make_workload(name), 8)
-    assert parse_shape(name).parameters == facts.parameters
 
 
 @pytest.mark.parametrize(
