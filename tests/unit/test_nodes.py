@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import threading
@@ -58,48 +59,33 @@ def test_one_node_is_the_measurement_it_always_was() -> None:
     assert Cell(strategy="ddp", devices=2).id == Cell(strategy="ddp", devices=2, nodes=1).id
     assert Cell(strategy="ddp", devices=2).id != Cell(strategy="ddp", devices=2, nodes=2).id
     assert Cell(strategy="ddp", devices=2, nodes=2).reference() == Cell(strategy="ddp").reference()
-    assert "x2 on 2 nodes" in Cell(strategy="ddp", devices=2, nodes=2).name
 
 
 @pytest.mark.parametrize(
-    ("axes", "status", "said"),
+    ("axes", "status"),
     [
-        (
-            {"strategy": "ddp", "devices": 3, "nodes": 2},
-            "refused",
-            "3 devices do not divide into 2 nodes; use a multiple of 2",
-        ),
-        (
-            {"strategy": "ddp", "nodes": 3, "devices": 3, "batch": 6},
-            "unavailable",
-            "needs 3 nodes, this run has 2",
-        ),
-        ({"strategy": "ddp", "nodes": 2, "launcher": "spawn"}, "refused", "on one node only"),
-        ({"strategy": "data_parallel", "nodes": 2}, "refused", "from one process"),
-        ({"strategy": "ddp_elastic", "nodes": 2}, "refused", "leave nodes out"),
+        ({"strategy": "ddp", "devices": 3}, "refused"),
+        ({"strategy": "ddp", "nodes": 3, "devices": 3, "batch": 6}, "unavailable"),
+        ({"strategy": "ddp", "launcher": "spawn"}, "refused"),
+        ({"strategy": "data_parallel"}, "refused"),
+        ({"strategy": "ddp_elastic"}, "refused"),
+        ({"strategy": "accelerate", "options": {"config_file": True}}, "refused"),
         pytest.param(
-            {"strategy": "horovod", "nodes": 2, "options": {"controller": "mpi"}},
+            {"strategy": "horovod", "options": {"controller": "mpi"}},
             "refused",
-            "mpirun starts ranks on one node only",
             marks=pytest.mark.skipif(
                 find_spec("horovod") is None, reason="make setup builds Horovod"
             ),
         ),
-        (
-            {"strategy": "accelerate", "nodes": 2, "options": {"config_file": True}},
-            "refused",
-            "accelerate launch starts ranks on one node",
-        ),
     ],
     ids=str,
 )
-def test_cells_that_nodes_cannot_run_are_left_out_in_one_sentence(
-    axes: dict[str, object], status: str, said: str
+def test_cells_that_nodes_cannot_run_are_left_out_with_a_reason_about_nodes(
+    axes: dict[str, object], status: str
 ) -> None:
-    cells, left_out = plan(2, **axes)
-    assert cells == []
-    assert left_out[0][0] == status
-    assert said in left_out[0][1]
+    cells, [(found, reason)] = plan(2, **{"nodes": 2, **axes})
+    assert (cells, found) == ([], status)
+    assert re.search("node|one process", reason)
 
 
 def test_many_counts_devices_per_node() -> None:
@@ -120,7 +106,7 @@ def test_cores_of_nodes_on_one_machine_count_once() -> None:
     assert (distinct_cores(apart), distinct_cores(together)) == (4, 2)
     assert shared_machine(apart) is None
     assert shared_machine([]) is None
-    assert shared_machine(together) == "2 nodes on 1 machine: no network between them"
+    assert shared_machine(together)
     four = Cell(strategy="ddp", devices=4, nodes=2)
     assert (oversubscribed(four, 4), oversubscribed(four, 2)) == (False, True)
 
@@ -144,9 +130,7 @@ def test_interfaces_have_addresses() -> None:
     assert "127.0.0.1" in addresses_of("lo")
     assert interface_of("127.0.0.1") == "lo"
     assert addresses_of()[-1].startswith("127.")
-    with pytest.raises(
-        UsageError, match=r"interface 'nosuch' has no IPv4 address on this node; there are: .*lo"
-    ):
+    with pytest.raises(UsageError, match=r"'nosuch' .* there are: .*lo"):
         addresses_of("nosuch")
 
 
@@ -164,10 +148,7 @@ def test_a_lost_node_is_the_reason_unless_the_user_stopped_it() -> None:
     cell = Cell(strategy="ddp", devices=2, nodes=2)
     lost = FailureAnswer("failed", "connection closed by peer", failed_at=1.0, consequence=True)
     left = RankOutputs(answers={0: RankAnswer(0, failure=lost)})
-    assert (
-        classify_end(cell, 2, left, "node n2 was lost: its agent is gone").reason
-        == "node n2 was lost: its agent is gone"
-    )
+    assert classify_end(cell, 2, left, "node n2 was lost").reason == "node n2 was lost"
     left.add(RankOutputs(interrupted=True))
     assert classify_end(cell, 2, left, "node n2 was lost").status == "interrupted"
 
@@ -264,10 +245,7 @@ def test_agents_with_equal_numbers_are_named(coordinator: Nodes) -> None:
         with contextlib.closing(joined(coordinator, 0)):
             assert "did not connect" in coordinator.shortfall(2), "it may have reconnected"
         with contextlib.closing(joined(coordinator, 0, "n1")):
-            assert coordinator.shortfall(2) == (
-                "needs 2 nodes, 1 of 2 is there (n0 and n1 both joined as node 0; number the agents"
-                " differently)"
-            )
+            assert "n0 and n1 both joined as node 0" in coordinator.shortfall(2)
 
 
 def test_a_resumed_run_repeats_trials_for_which_nodes_were_missing(tmp_path: Path) -> None:
