@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -35,10 +34,7 @@ def test_each_step_parses_and_the_last_is_the_set_up() -> None:
     assert os.access(ROOT / "scripts" / "image.sh", os.X_OK)
 
 
-def test_the_image_has_what_set_up_needs() -> None:
-    """Set-up as root installs the compilers, so the image needs only Python and git first."""
-    first = steps("RUN")[0]
-    assert {"python3", "git", "ca-certificates"} <= set(first.split())
+def test_the_image_leaves_out_only_results() -> None:
     listed = (ROOT / ".dockerignore").read_text().split()
     tracked = subprocess.run(
         ["git", "ls-files", *listed], cwd=ROOT, capture_output=True, text=True, check=True
@@ -71,7 +67,7 @@ def test_set_up_is_told_the_processor_and_cuda(
 
 
 def ran(folder: Path, *words: str) -> dict[str, str]:
-    """Returns the environment in which image.sh calls a stub setup.sh; empty if it does not."""
+    """Returns the environment in which image.sh calls a stub setup.sh, unless it is misused."""
     scripts = folder / "scripts"
     scripts.mkdir()
     text = (ROOT / "scripts" / "image.sh").read_text().replace("/var/lib/apt", str(folder))
@@ -80,16 +76,10 @@ def ran(folder: Path, *words: str) -> dict[str, str]:
     for file in scripts.iterdir():
         file.chmod(0o755)
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder)}
-    done = subprocess.run([scripts / "image.sh", *words], env=environment, capture_output=True)
-    file = folder / "env.txt"
-    assert (done.returncode == 0) == file.exists()
-    assert done.returncode in (0, 2)
-    lines = file.read_text().splitlines() if file.exists() else []
-    return dict(line.split("=", 1) for line in lines)
-
-
-def test_another_cuda_is_a_mistake(tmp_path: Path) -> None:
-    assert ran(tmp_path, "11", "x86-64-v3") == {}
+    wrong = subprocess.run([scripts / "image.sh", "11", "x86-64-v3"], env=environment)
+    assert (wrong.returncode, (folder / "env.txt").exists()) == (2, False)
+    subprocess.run([scripts / "image.sh", *words], env=environment, check=True)
+    return dict(line.split("=", 1) for line in (folder / "env.txt").read_text().splitlines())
 
 
 def test_apptainers_definition_is_made_from_the_containerfile() -> None:
@@ -102,10 +92,3 @@ def test_apptainers_definition_is_made_from_the_containerfile() -> None:
     assert parses(post) == ""
     with pytest.raises(ValueError, match="HEALTHCHECK"):
         definition(CONTAINERFILE + "HEALTHCHECK CMD true\n")
-
-
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
-def test_the_scripts_pass_shellcheck() -> None:
-    files = [ROOT / "scripts" / name for name in ("image.sh",)]
-    done = subprocess.run(["shellcheck", *files], capture_output=True, text=True)
-    assert done.stdout == ""

@@ -25,10 +25,8 @@ from harness.record.trial import TrialRecord
 from harness.run.maxsize import (
     Search,
     largest,
-    long_hidden_size,
     plan_of,
     predict,
-    token_step,
 )
 from harness.run.runner import Runner, SilentListener
 from harness.seam.job import TrainState
@@ -214,19 +212,6 @@ def test_sequences_grow_while_the_model_stays(tmp_path: Path) -> None:
     assert (found.what, found.unit) == ("longest sequence", "tokens")
     assert found.winner is not None
     assert found.winner.cell_id == cell_at_size(one, 20, 8).id
-
-
-def test_half_of_a_sequence_is_half_of_its_activations() -> None:
-    """Two ranks that share a sample fit a sequence twice as long as ranks with a sample each."""
-    wide = {"workload": "llama-128x2", "sequence_length": 64, "memory_limit_bytes": 2**28}
-    alone = predict(base("ddp", **wide), 2**28, 64)
-    shared = predict(base("ulysses", **wide, micro_batches=2), 2**28, 64)
-    assert alone["activations"][1] == pytest.approx(2 * shared["activations"][1], rel=0.05)
-    assert alone["parameters"] is not None
-    assert shared["parameters"] is not None
-    assert 1.9 < shared["parameters"] / alone["parameters"] < 2.2
-    assert token_step("llama-128x4", 2, 2**29) % 4 == 0
-    assert long_hidden_size(2**29, 4096, 2) == 128
 
 
 def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path) -> None:

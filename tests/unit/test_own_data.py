@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bench.cli import main
 from harness.cell.cell import Cell
 from harness.cell.errors import UsageError
 from harness.workloads import make_workload, prepare_data
@@ -91,19 +90,6 @@ def test_wrong_data_is_refused(number: int, tmp_path: Path) -> None:
     write(tmp_path / "data")
     with pytest.raises(UsageError, match=str(tmp_path / "data")):
         prepare_data(f"{kind}:{tmp_path / 'data'}", make_workload(workload), 32)
-
-
-def test_a_run_with_wrong_data_ends_with_exit_code_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table(tmp_path / "wrong.parquet", body=TEXTS)
-    words = ["bench", "run", "--matrix", "quick", "--model", "llama-nano", "--dry-run"]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", [*words, "--data", f"parquet:{tmp_path / 'wrong.parquet'}"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_images_of_folders_are_scaled_and_labelled(tmp_path: Path) -> None:

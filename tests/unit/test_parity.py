@@ -17,6 +17,7 @@ from harness.parity.reference import Deviations, Noise
 from harness.parity.reference_runs import reference_cell
 from harness.parity.verdict import (
     PRECISION,
+    ParityVerdict,
     allowed_deviation,
     parity_verdict,
     widened,
@@ -36,6 +37,12 @@ REFERENCE = [2.0, 1.0]
 def verdict(losses, updates=({"a": 0.0, "b": 0.0},), allowed=EXACT, names=("a", "b"), tied=None):
     ranks = [Deviations(of_rank) for of_rank in updates]
     return parity_verdict(losses, REFERENCE, ranks, names, allowed, tied)
+
+
+def judged(allowed: Tolerance = EXACT, precision: str = "fp32", **kinds: Any) -> ParityVerdict:
+    """Returns the verdict of a rank whose losses and parameter agree, unlike other states."""
+    ranks = [Deviations({"a": 0.0}, **kinds)]
+    return parity_verdict(REFERENCE, REFERENCE, ranks, ("a",), allowed, precision=precision)
 
 
 def test_equal_is_exact() -> None:
@@ -126,8 +133,7 @@ def test_noise_widens_the_limits_of_optimizer_states_further(
     noise = Noise(0.0, Deviations({"a": 1e-5}, moments={"a exp_avg": moved}))
     allowed = widened(EXACT, {"a": 0.0, "b": 0.0}, noise, "fp32")
     assert allowed.tensors["a"] == pytest.approx(5e-3)
-    ranks = [Deviations({"a": 0.0}, moments={"a exp_avg": moment})]
-    assert parity_verdict([2.0, 1.0], REFERENCE, ranks, ("a",), allowed).verdict == word
+    assert judged(allowed, moments={"a exp_avg": moment}).verdict == word
 
 
 def test_weights_near_one_may_be_off_by_what_fp32_cannot_represent() -> None:
@@ -177,11 +183,8 @@ def test_no_noise_hides_a_wrong_training(loss: float, update: float) -> None:
 def test_each_kind_of_deviation_has_its_limit(
     kind: str, tensor: str, limit: float, half: float
 ) -> None:
-    def word(deviation: float, allowed: Tolerance = EXACT, precision: str = "fp32") -> str:
-        ranks = [Deviations({"a": 0.0}, **{kind: {tensor: deviation}})]
-        return parity_verdict(
-            [2.0, 1.0], REFERENCE, ranks, ("a",), allowed, precision=precision
-        ).verdict
+    def word(deviation: float, *how: Any) -> str:
+        return judged(*how, **{kind: {tensor: deviation}}).verdict
 
     assert (word(0.9 * limit), word(1.1 * limit)) == ("exact", "diverged")
     bf16 = PRECISION["bf16"]
@@ -198,28 +201,18 @@ def test_some_limits_do_not_depend_on_the_update(
     kind: str, tensor: str, limit: float, precision: str
 ) -> None:
     allowed = PRECISION.get(precision, EXACT)
-    found = [
-        parity_verdict(
-            [2.0, 1.0],
-            REFERENCE,
-            [Deviations({"a": 0.0}, **{kind: {tensor: share * limit}})],
-            ("a",),
-            allowed,
-            precision=precision,
-        ).verdict
-        for share in (0.9, 1.1)
-    ]
-    assert found == ["exact", "diverged"]
+    below, above = ({kind: {tensor: share * limit}} for share in (0.9, 1.1))
+    assert judged(allowed, precision, **below).verdict == "exact"
+    assert judged(allowed, precision, **above).verdict == "diverged"
 
 
 def test_states_in_16_bits_are_seen_however_wide_the_limit() -> None:
-    ranks = [Deviations({"a": 0.0}, moments={"a exp_avg": 9.0}, coarse={"a exp_avg": 1.0})]
-    found = parity_verdict([2.0, 1.0], REFERENCE, ranks, ("a",), LOOSE)
+    found = judged(LOOSE, moments={"a exp_avg": 9.0}, coarse={"a exp_avg": 1.0})
     assert (found.verdict, "16 bits" in found.reason) == ("diverged", True)
 
 
 @pytest.mark.parametrize(
-    ("other", "may_differ", "verdict"),
+    ("other", "may_differ", "word"),
     [
         (1e-4, False, "exact"),  # tensor b's limit is wide, a's is not
         (2e-3, False, "diverged"),
@@ -228,28 +221,21 @@ def test_states_in_16_bits_are_seen_however_wide_the_limit() -> None:
     ],
 )
 def test_ranks_are_held_to_the_limit_of_the_tensor_in_which_they_differ(
-    other: float, may_differ: bool, verdict: str
+    other: float, may_differ: bool, word: str
 ) -> None:
     wide = Tolerance(EXACT.loss, EXACT.update, EXACT.reason, {"b": 0.1})
-    trained = parity_verdict(
-        [2.0, 1.0], REFERENCE, [Deviations({"a": 0.0, "b": 0.09})], ("a", "b"), wide
-    )
+    trained = verdict(REFERENCE, [{"a": 0.0, "b": 0.09}], wide)
     assert (trained.verdict, trained.update_tolerance) == ("exact", 0.1)
     ranks = [{"a": 1.0, "b": 1.0}, {"a": 1.0 + other, "b": 1.5}]
     found = with_replicas(trained, ranks, {"a": 1.0, "b": 1.0}, wide, may_differ)
-    assert found.verdict == verdict
+    assert found.verdict == word
 
 
 def test_noise_of_the_reference_declares_no_other_training() -> None:
     noise = Noise(0.0, Deviations({"a": 0.5, "b": 0.5}))
+    moved, bf16 = [Deviations({"a": 0.01, "b": 0.01})], PRECISION["bf16"]
     found = parity_verdict(
-        [2.0, 1.0],
-        REFERENCE,
-        [Deviations({"a": 0.01, "b": 0.01})],
-        ("a", "b"),
-        PRECISION["bf16"],
-        noise=noise,
-        precision="bf16",
+        REFERENCE, REFERENCE, moved, ("a", "b"), bf16, noise=noise, precision="bf16"
     )
     assert (found.verdict, "itself moves" in found.reason) == ("within tolerance", True)
     assert rounding_alone("bf16", found.reason)
@@ -257,11 +243,10 @@ def test_noise_of_the_reference_declares_no_other_training() -> None:
 
 def test_states_that_cannot_be_gathered_are_named() -> None:
     ranks = [Deviations({"a": 0.0, "b": 0.0}, moments={"a exp_avg": 0.0})]
-    found = parity_verdict([2.0, 1.0], REFERENCE, ranks, ("a", "b"), EXACT)
+    found = parity_verdict(REFERENCE, REFERENCE, ranks, ("a", "b"), EXACT)
     assert found.max_moment_deviation == 0.0
     assert "1 of 2" in (found.moments_skipped_reason or "")
-    everything = [Deviations({"a": 0.0}, moments={"a exp_avg": 0.0})]
-    assert parity_verdict([2.0, 1.0], REFERENCE, everything, ("a",), EXACT).verdict == "exact"
+    assert judged(moments={"a exp_avg": 0.0}).verdict == "exact"
 
 
 def test_wrappers_are_taken_off_names() -> None:
@@ -279,9 +264,8 @@ def test_an_optimizer_that_amplifies_rounding_may_deviate_further(
     optimizer: str, update: float
 ) -> None:
     """DDP with AdamW8bit deviates by 2.9e-3 after 20 steps although it trains the same."""
-    cell = Cell.model_validate(
-        {"strategy": "ddp", "workload": "llama-nano", "devices": 2, "optimizer": optimizer}
-    )
+    axes: Any = {"workload": "llama-nano", "devices": 2, "optimizer": optimizer}
+    cell = Cell(strategy="ddp", **axes)
     strategy = make_strategy(cell)
     allowed = allowed_deviation(cell, make_workload("llama-nano"), strategy, strategy.layout(2))
     assert allowed.update == update

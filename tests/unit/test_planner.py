@@ -20,7 +20,7 @@ from harness.planner.cluster.calibration import DEFAULT, load
 from harness.planner.cluster.cluster_plan import GOALS, open_questions, plan
 from harness.planner.cluster.hardware import Cluster, cluster_of
 from harness.planner.cluster.hf_config import named_shapes, parse_shape
-from harness.planner.cluster.layout_memory import capped, model_states
+from harness.planner.cluster.layout_memory import model_states
 from harness.planner.cluster.model_shape import ModelShape, empty_stages, numbered_stages
 from harness.planner.cluster.question import (
     ClusterQuestion,
@@ -103,13 +103,6 @@ def test_a_slow_stage_sets_the_pace() -> None:
     seconds = one_forward_one_backward(forward, 2 * forward, 32)
     # Seven stage times fill the pipeline, then each micro-batch waits for the slow one.
     assert 32 * 12 <= seconds[0] <= 7 * 3 + 31 * 12
-
-
-def test_reserved_memory_bends_before_the_limit() -> None:
-    demand = np.array([10.0, 60.0, 80.0, 1000.0])
-    reserved = capped(demand, 80.0, 0.75)
-    assert reserved[:2].tolist() == [10.0, 60.0]
-    assert 60 < reserved[2] < reserved[3] <= 80
 
 
 def test_a_hundred_thousand_layouts_take_half_a_second() -> None:
@@ -271,25 +264,6 @@ def test_the_network_is_as_fast_as_it_was_measured() -> None:
     assert rates[2] == pytest.approx(377e9, rel=0.02)
     assert rates[0] == 740e9
     assert (np.diff(rates) <= 0).all()
-
-
-def test_groups_share_the_links_between_nodes_but_each_device_has_its_own() -> None:
-    """One rank per node reaches its device's rate, however fast the links inside are."""
-    cluster = cluster_of("h100-80gb", 8, "nvlink,100gbit")
-    wire = 0.73 * 12.5e9
-    inside = cluster.gather_bytes_per_second
-    nodes, ranks = np.array([2, 2, 2, 2]), np.array([1, 2, 4, 8])
-    assert cluster.bandwidth(inside, nodes, ranks) == pytest.approx(wire * np.array([1, 3, 7, 15]))
-    slow = cluster_of("l40s", 8, "pcie-p2p,400gbit")
-    assert slow.bandwidth(24e9, np.array([2]), np.array([1]))[0] == 24e9
-
-
-def test_a_mesh_joins_each_pair_by_one_link() -> None:
-    mesh = cluster_of("mi300x", 8, "nvlink,400gbit")
-    inside = mesh.gather_bytes_per_second
-    rates = mesh.bandwidth(inside, np.ones(3, int), np.array([2, 4, 8]))
-    assert rates == pytest.approx(0.55 * 64e9 * np.array([1, 3, 7]))
-    assert cluster_of("mi300x", 16, "nvlink").gather_bytes_per_second == inside
 
 
 def test_offload_needs_host_memory() -> None:

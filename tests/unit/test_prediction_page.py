@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -32,12 +31,7 @@ def test_the_sweep_has_models_of_similar_size_on_whole_nodes() -> None:
     assert device_counts(dataclasses.replace(QUESTION, cluster=linked)) == [1, 2, 4, 8, 16]
     squares = sweep(QUESTION, load(), "throughput")
     assert {square.devices for square in squares} == {1, 2, 4, 8}, "no link between nodes is given"
-    for square in squares:
-        if square.winner:
-            assert 0 < square.tokens_low < square.tokens_per_second < square.tokens_high
-            assert 0 < square.memory_low < square.memory_bytes < square.memory_high
-        else:
-            assert square.reason
+    assert all(square.winner or square.reason for square in squares)
     largest = [square for square in squares if square.parameters == max(sizes)]
     assert "offload" in largest[0].winner, "it does not fit one device otherwise"
 
@@ -51,24 +45,12 @@ def test_each_number_of_devices_is_swept_once(devices: int, counts: list[int]) -
 
 def test_a_row_of_winners_has_a_square_for_each_number_of_devices(tmp_path: Path) -> None:
     words = ["--model", "llama-3b", "--devices", "5", "--batch", "40", "--link", "nvlink"]
-    told(command, *words, "--html", str(tmp_path / "plan.html"))
+    answer = json.loads(told(command, *words, "--json", "--html", str(tmp_path / "plan.html")))
+    assert answer["written"] == [f"page: {tmp_path / 'plan.html'}"]
     page = (tmp_path / "plan.html").read_text()
+    assert page.count("<svg") == 2
     table = page[page.index('id="winners"') :]
     head, *rows = table[: table.index("</table>")].split("<tr")[1:]
     assert head.count("<th") == 1 + 3
     assert rows
     assert all(row.count("<td") == 3 for row in rows)
-
-
-def test_the_page_of_a_plan(tmp_path: Path) -> None:
-    words = ["--model", "llama-3b", "--devices", "4", "--batch", "64", "--seq", "2048"]
-    words += ["--link", "nvlink", "--top", "4", "--json"]
-    answer = json.loads(told(command, *words, "--html", str(tmp_path / "plan.html")))
-    assert answer["written"] == [f"page: {tmp_path / 'plan.html'}"]
-    page = (tmp_path / "plan.html").read_text()
-    assert answer["explanation"][0] in page
-    assert page.count("<svg") == 2
-    assert "Which strategy wins where" in page
-    for candidate in answer["candidates"]:
-        assert candidate["layout"]["data"] >= 1
-    assert len(re.findall(r'<th scope="row">', page)) >= 4 + 3

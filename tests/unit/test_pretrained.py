@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 from bench.expand import expand
 from bench.matrix import Host, read_matrix
@@ -18,6 +21,7 @@ from harness.strategies._accelerate_config import block_classes
 from harness.strategies.fsdp1 import wrap_policy
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import ModelFacts, model_facts
+from harness.workloads.structure import read_structure
 from harness.workloads.workload import made_up_spectra
 from tests.tiny_models import MODELS, save_config
 from tests.unit.test_mixture import needs_meshes
@@ -87,11 +91,6 @@ def test_a_tied_head_sends_as_much_as_one_with_its_own_weight(tmp_path: Path) ->
     assert sent[0] == sent[1]
 
 
-def test_sequence_parallelism_of_tied_embeddings_is_refused(tmp_path: Path) -> None:
-    name = save_config(tmp_path, "llama")
-    assert "share a weight" in refusal("tensor", name, options={"sequence_parallel": True})
-
-
 @pytest.mark.parametrize(("strategy", "devices"), [("pipeline", 2), ("three_d", 8)])
 def test_stages_by_the_models_own_forward_are_not_exported(
     tmp_path: Path, strategy: str, devices: int
@@ -111,30 +110,33 @@ def test_limited_attention_is_refused_under_sequence_parallelism(
     validate(cell, make_workload(name))
 
 
-@pytest.mark.parametrize("model", ["falcon", "mamba"])
-def test_attention_that_cannot_be_replaced_is_refused(tmp_path: Path, model: str) -> None:
-    assert "cannot be replaced" in refusal("ulysses", save_config(tmp_path, model))
+TENSOR = ("tensor", {})
+SEQUENCE = ("tensor", {"sequence_parallel": True})
+WIDE = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
 
 
 @pytest.mark.parametrize(
-    ("model", "changes", "options", "size"),
+    ("strategy", "model", "changes", "reason"),
     [
-        ("qwen2", {"intermediate_size": 345}, {}, "345"),
-        ("llama", {"intermediate_size": 345}, {}, "345"),
-        (
-            "llama",
-            {"vocab_size": 257, "tie_word_embeddings": False},
-            {"sequence_parallel": True},
-            "257",
-        ),
-        ("phi", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}, {}, "3"),
+        (("ulysses", {}), "falcon", {}, "cannot be replaced"),
+        (("ulysses", {}), "mamba", {}, "cannot be replaced"),
+        (SEQUENCE, "llama", {}, "share a weight"),
+        (SEQUENCE, "llama", {"vocab_size": 257, "tie_word_embeddings": False}, " 257 "),
+        (TENSOR, "qwen2", {"intermediate_size": 345}, " 345 "),
+        (TENSOR, "llama", {"intermediate_size": 345}, " 345 "),
+        (TENSOR, "phi", WIDE, " 3 "),
     ],
 )
-def test_sizes_that_do_not_divide_are_named(
-    tmp_path: Path, model: str, changes: dict[str, Any], options: dict[str, Any], size: str
+def test_what_cannot_be_split_is_refused(
+    tmp_path: Path,
+    strategy: tuple[str, dict[str, Any]],
+    model: str,
+    changes: dict[str, Any],
+    reason: str,
 ) -> None:
-    name = save_config(tmp_path, model, **changes)
-    assert f" {size} " in refusal("tensor", name, options=options)
+    name, options = strategy
+    workload = save_config(tmp_path, model, **changes)
+    assert reason in refusal(name, workload, options=options)
 
 
 @pytest.mark.parametrize("changes", [{"num_labels": 1}, {"problem_type": "regression"}])
@@ -174,11 +176,6 @@ def test_an_index_without_its_files_is_a_mistake(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["deberta-v2", "vit", "roberta"])
 def test_zero_gradients_are_read(tmp_path: Path, model: str) -> None:
     """Exactly the named gradients vanish in double precision with nonzero biases."""
-    import torch
-    from torch.nn import functional
-
-    from harness.workloads.structure import read_structure
-
     workload = make_workload(save_config(tmp_path, model))
     built: Any = workload.build(0).double().eval()
     torch.manual_seed(0)
@@ -224,10 +221,6 @@ def test_every_kind_of_labels_is_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_fsdp1_never_cuts_shared_parameters_apart(tied: bool) -> None:
     """Without blocks, FSDP1 wraps by size, except modules that share a parameter."""
-    from types import SimpleNamespace
-
-    from torch import nn
-
     model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64, bias=False))
     if tied:
         model[1].weight = model[0].weight
