@@ -48,11 +48,6 @@ def test_the_time_of_a_kept_run_is_predicted_within_a_third() -> None:
     assert predicted == pytest.approx(trials["wall_seconds"].sum(), rel=1 / 3)
 
 
-def test_links_of_gpus_do_not_speed_up_cells_on_the_cpu() -> None:
-    cell = Cell(strategy="ddp", workload="llama-micro", devices=2)
-    assert trial_seconds(cell, 2, "NVIDIA H100 80GB HBM3") == trial_seconds(cell, 2)
-
-
 def test_each_real_node_has_the_hosts_cores() -> None:
     """Ranks share cores only if links are emulated, as all nodes are then on this host."""
 

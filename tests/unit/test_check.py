@@ -66,13 +66,10 @@ def flip(file: Path, place: int, bit: int = 0) -> None:
     file.write_bytes(content)
 
 
-def test_a_good_folder_has_no_problem(store: Store) -> None:
+def test_good_folders_have_no_problem(store: Store) -> None:
     store.gather("run-1")
     checked = check_folder(store)
     assert (checked.files, checked.problems) == (10, ())
-
-
-def test_the_reference_runs_are_good() -> None:
     checked = consistency.check(REFERENCE.parent)
     assert checked.files > 20
     assert checked.problems == ()
@@ -237,7 +234,6 @@ def planted(rows: pa.Table, file: Path, row: int, **values: object) -> Path:
     ("row", "values", "column"),
     [
         (0, {"parity_max_update_deviation": 0.5}, "parity_verdict"),
-        (0, {"parity_max_loss_deviation": 0.5}, "parity_max_loss_deviation"),
         (0, {"parity_max_update_deviation": None}, "parity_max_update_deviation"),
         (0, {"reference_losses": []}, "reference_losses"),
         (0, {"parity_verdict": "verified"}, "parity_verdict"),
@@ -246,19 +242,16 @@ def planted(rows: pa.Table, file: Path, row: int, **values: object) -> Path:
         (1, {"parity_reason": ""}, "parity_reason"),
         (1, {"reason": ""}, "reason"),
         (0, {"samples_per_second": 1e5, "tokens_per_second": None}, "samples_per_second"),
-        (0, {"samples_per_second": None, "tokens_per_second": None}, "samples_per_second"),
         (0, {"tokens_per_second": 1.0}, "tokens_per_second"),
         (0, {"step_seconds_p95": 1e-9}, "step_seconds_p95"),
         (0, {"peak_memory_bytes": 1}, "peak_memory_bytes"),
         (0, {"wall_seconds": -1.0}, "wall_seconds"),
         (0, {"mfu": 1.5}, "mfu"),
-        (0, {"strategy": "magic"}, "strategy"),
         (0, {"cell_id": "0123456789ab"}, "cell_id"),
         (0, {"cell": "{}"}, "cell"),
         (0, {"data_fingerprint": "none"}, "data_fingerprint"),
         (0, {"schema_version": VERSION + 1}, "schema_version"),
         (0, {"workload": None}, "workload"),
-        (0, {"global_batch": 0}, "global_batch"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -281,14 +274,6 @@ def test_slow_exchanges_every_few_steps_are_no_contradiction(
     cycle |= {"samples_per_second": rate, "tokens_per_second": rate * row["sequence_length"]}
     found = consistency.check(planted(rows, tmp_path / "trials.parquet", 0, **cycle)).problems
     assert "samples_per_second" not in {problem.column for problem in found}
-
-
-def test_a_file_of_no_table_is_a_problem(tmp_path: Path) -> None:
-    file = tmp_path / "other.parquet"
-    pq.write_table(pa.table({"a": [1]}), file)
-    assert len(consistency.check(file).problems) == 1
-    file.write_text("hello")
-    assert len(consistency.check(file).problems) == 1
 
 
 def test_rows_that_were_removed_or_repeated_are_found(store: Store) -> None:

@@ -49,10 +49,8 @@ def test_ranks_that_cannot_be_started_have_failed_with_the_reason() -> None:
     left = RankOutputs(not_started="OSError: [Errno 98] Address already in use")
     assert not left.succeeded
     end = classify_end(CELL, 2, left)
-    assert (end.status, end.reason) == (
-        "failed",
-        "the ranks could not be started: OSError: [Errno 98] Address already in use",
-    )
+    assert end.status == "failed"
+    assert left.not_started in end.reason
 
 
 @pytest.mark.parametrize(("entered_at", "seconds"), [(101.5, 1.5), (-3500.0, None), (3700.0, None)])

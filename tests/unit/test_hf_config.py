@@ -83,6 +83,10 @@ LLAVA: dict[str, Any] = {
     "text_config": {"model_type": "llama", "vocab_size": 32064, "rms_norm_eps": 1e-05},
     "tie_word_embeddings": False,
 }
+INTERN_VL: dict[str, Any] = {
+    "model_type": "internvl",
+    "text_config": LLAMA | {"model_type": "qwen2"},
+}
 BLOOM: dict[str, Any] = {
     "model_type": "bloom",
     "n_embed": 1024,
@@ -92,12 +96,7 @@ BLOOM: dict[str, Any] = {
     "vocab_size": 250880,
 }
 """Published config of BLOOM 560M."""
-VISION: list[tuple[str, str]] = [
-    ("Qwen2VL", "qwen2_vl"),
-    ("Qwen2_5_VL", "qwen2_5_vl"),
-    ("Qwen3VL", "qwen3_vl"),
-    ("Qwen3VLMoe", "qwen3_vl_moe"),
-]
+VISION = [("Qwen2_5_VL", "qwen2_5_vl"), ("Qwen3VL", "qwen3_vl"), ("Qwen3VLMoe", "qwen3_vl_moe")]
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [*CONFIGS, *((kind, {}) for kind in DEFAULTS)])
@@ -125,18 +124,8 @@ def read_with_and_without_torch(config: dict[str, Any], folder: Path) -> ModelSh
         (GEMMA_3, 3_880_263_168),
         (LLAVA, 6_738_939_904),
         (BLOOM, 559_214_592),
-        (
-            {"model_type": "internvl", "text_config": LLAMA | {"model_type": "qwen2"}},
-            159_552,
-        ),
-        (
-            {
-                "model_type": "internvl",
-                "tie_word_embeddings": True,
-                "text_config": LLAMA | {"model_type": "qwen2"},
-            },
-            149_312,
-        ),
+        (INTERN_VL, 159_552),
+        (INTERN_VL | {"tie_word_embeddings": True}, 149_312),
     ],
 )
 def test_published_configs(config: dict[str, Any], parameters: int, tmp_path: Path) -> None:
@@ -197,17 +186,16 @@ def test_widths_of_shared_experts(
 @pytest.mark.parametrize(
     ("norm", "activation", "gated"),
     [
-        ({"rms_norm_eps": 1e-6}, "gelu_pytorch_tanh", True),
-        ({"rms_norm_eps": 1e-6}, "silu", True),
-        ({"rms_norm_eps": 1e-6}, "relu2", False),
-        ({"layer_norm_eps": 1e-5}, "gelu_pytorch_tanh", False),
-        ({"layer_norm_eps": 1e-5}, "swiglu", True),
+        ("rms_norm_eps", "gelu_pytorch_tanh", True),
+        ("rms_norm_eps", "relu2", False),
+        ("layer_norm_eps", "gelu_pytorch_tanh", False),
+        ("layer_norm_eps", "swiglu", True),
     ],
 )
 def test_gates_of_an_unknown_type_are_guessed_without_transformers(
-    tmp_path: Path, norm: dict[str, float], activation: str, gated: bool
+    tmp_path: Path, norm: str, activation: str, gated: bool
 ) -> None:
-    config = LLAMA | {"model_type": "newer", "hidden_act": activation} | norm
+    config = LLAMA | {"model_type": "newer", "hidden_act": activation, norm: 1e-6}
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     with mock.patch("harness.planner.cluster.hf_config.is_installed", return_value=False):

@@ -48,19 +48,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     one."""
     found = Store(tmp_path / "results")
     for run_id in (OLD, NEW):
-        found.write_run(
-            RunRecord(
-                **(
-                    run_row(run_id=run_id)
-                    | without(RunRecord, None)
-                    | {
-                        "run_id": run_id,
-                        "host": NAME,
-                        "matrix": NAME,
-                    }
-                )
-            )
-        )
+        names = {"run_id": run_id, "host": NAME, "matrix": NAME}
+        found.write_run(RunRecord(**(run_row() | without(RunRecord, None) | names)))
         bare = left_out_fields(run_id, BARE, "ok", "") | without(TrialRecord, request.param)
         refused = left_out_fields(run_id, OTHER, "refused", NAME)
         for row in [*trial_rows(FULL, [10.0, 11.0]), bare, refused]:
@@ -102,10 +91,8 @@ def test_text_and_data(store: Store) -> None:
     )
     bare = next(cell for cell in told["cells"] if cell["cell_id"] == BARE.id)
     assert bare["label"] == NAME
-    assert {
-        bare[name]
-        for name in ("samples_per_second", "peak_memory_bytes", "parity_verdict", "state_bytes")
-    } == {None}
+    unknown = ("samples_per_second", "peak_memory_bytes", "parity_verdict", "state_bytes")
+    assert {bare[name] for name in unknown} == {None}
     assert not bare["ranked"]
     lines = list(csv.DictReader(io.StringIO(as_csv(reports))))
     assert len(lines) == 6
