@@ -42,23 +42,9 @@ BUDGET = 2**27
 
 
 def base(strategy: str = "ddp", **axes: Any) -> Cell:
-    more = {
-        "devices": 2,
-        "workload": "llama-64x1",
-        "sequence_length": 16,
-        "global_batch": 2,
-        "memory_limit_bytes": BUDGET,
-    }
-    return Cell(
-        **{
-            "strategy": strategy,
-            **more,
-            "warmup_steps": 1,
-            "timed_steps": 1,
-            "parity_steps": 2,
-            **axes,
-        }
-    )
+    small = {"devices": 2, "workload": "llama-64x1", "sequence_length": 16, "global_batch": 2}
+    steps = {"warmup_steps": 1, "timed_steps": 1, "parity_steps": 2}
+    return Cell(strategy=strategy, **{**small, **steps, "memory_limit_bytes": BUDGET, **axes})
 
 
 @given(true=st.integers(0, 300), guess=st.integers(-5, 600))
@@ -140,19 +126,12 @@ class Runs(Runner):
             "wall_seconds": 1.0,
         }
         if status == "out_of_memory":
-            held = {
-                "parameters": 2**25,
-                "gradients": 2**24,
-                "optimizer": 2**25,
-                "library": 2**25,
-                "buffers": {"a bucket": 2**25},
-            }
-            held |= {"other": 0, "largest": {}, "stacks": 0, "in_use": BUDGET - 2**22}
+            held = dict.fromkeys(("parameters", "gradients", "optimizer", "library"), 2**24)
+            held |= {"buffers": {"a bucket": 2**24}, "largest": {}}
+            held |= {"other": 0, "stacks": 0, "in_use": BUDGET - 2**22}
             row |= {"failed_in": "update", "failed_holding": json.dumps(held)}
-            row |= {
-                f"formula_{k}_bytes": 2.0**25
-                for k in ("parameter", "optimizer", "library", "transient")
-            } | {"formula_gradient_bytes": 0.0}
+            kinds = ("parameter", "gradient", "optimizer", "library", "transient")
+            row |= {f"formula_{kind}_bytes": 2.0**24 for kind in kinds}
         elif status == "ok":
             row |= {
                 "peak_memory_bytes": BUDGET - 100,
@@ -170,12 +149,15 @@ class Dry(Search):
         return self.runner.run_trial(launcher, cell, key, self.position, None, self.listener.step)
 
 
-def searched(tmp_path: Path, plan: Plan | None = None, **how: Any) -> tuple[bool, Runs, Store]:
+def searched(
+    tmp_path: Path, plan: Plan | None = None, kind: type[Runs] = Runs, **how: Any
+) -> tuple[bool, Runs, Store]:
+    """Searches by a plan; returns whether it finished. A plan that is in the store is resumed."""
     store = Store(tmp_path / "results")
-    runner = Runs(store, plan or plan_of([base()], [], BUDGET, [["single", "ddp"]]))
+    runner = kind(store, plan or plan_of([base()], [], BUDGET, [["single", "ddp"]]))
     for name, value in how.items():
         setattr(runner, name, value)
-    if plan is None:
+    if not list(store.folder.glob("runs/*")):
         runner.begin()
     return Dry(runner, SilentListener()).run(), runner, store
 
@@ -192,25 +174,22 @@ def test_a_search_is_recorded_and_told_as_a_table(tmp_path: Path) -> None:
     assert row.kept == {"parameters": 2, "gradients": 0, "optimizer": 3, "library": 0}
     assert runner.asked.count((20, 1, False)) == 1
     assert sum(row.fill.values()) == BUDGET
-    assert dict(row.responsible)["a bucket"] == 2**25
+    assert dict(row.responsible)["a bucket"] == 2**24
     assert row.predicted == predict(base(), BUDGET)["parameters"]
 
 
 def test_sequences_grow_while_the_model_stays(tmp_path: Path) -> None:
     """The sequence grows by 8 tokens per step; 20 steps fit."""
     one = base("ulysses", workload="llama-128x2", sequence_length=8, micro_batches=2)
-    store = Store(tmp_path / "results")
-    runner = Runs(store, plan_of([one], [], BUDGET, [], tokens=8))
-    runner.begin()
-    assert Dry(runner, SilentListener()).run()
+    finished, _, store = searched(tmp_path, plan_of([one], [], BUDGET, [], tokens=8))
+    assert finished
     [row] = maxsize_results(store.load())
     assert (row.status, row.parity, row.workload) == ("found", "exact", "llama-128x2")
     assert (row.parameters, row.next_parameters, row.step) == (160, 168, 8)
     assert row.largest_model == "160 tokens"
     found = largest_of(store.load())
-    assert found is not None
-    assert (found.what, found.unit) == ("longest sequence", "tokens")
-    assert found.winner is not None
+    assert found
+    assert found.winner
     assert found.winner.cell_id == cell_at_size(one, 20, 8).id
 
 
@@ -225,9 +204,8 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path) -> None:
     assert not set(first.asked[:-1]) & set(second.asked)
     assert maxsize_results(store.load())[0].workload == "llama-64x20"
     trials = store.load().trials
-    assert sorted(trials[trials["attempt"] == 2]["status"]) == ["out_of_memory"] or set(
-        trials[trials["attempt"] == 2]["status"]
-    ) == {"ok"}
+    (again,) = trials[trials["attempt"] == 2]["status"]
+    assert again in ("ok", "out_of_memory")
 
 
 def test_bench_run_does_not_resume_a_search(tmp_path: Path) -> None:
@@ -241,15 +219,12 @@ def test_an_odd_failure_is_tried_again_and_reported(tmp_path: Path) -> None:
 
     class Broken(Runs):
         def run_trial(self, launcher: Any, cell: Cell, *rest: Any) -> TrialRecord:
-            return super().run_trial(
-                launcher, cell.model_copy(update={"memory_limit_bytes": BUDGET}), *rest
-            )
+            limited = cell.model_copy(update={"memory_limit_bytes": BUDGET})
+            return super().run_trial(launcher, limited, *rest)
 
-    store = Store(tmp_path / "results")
-    runner = Broken(store, plan_of([base()], [], BUDGET, []))
-    runner.oddly = dict.fromkeys(range(1, 400), "failed")
-    runner.begin()
-    assert Dry(runner, SilentListener()).run()
+    odd = dict.fromkeys(range(1, 400), "failed")
+    finished, runner, store = searched(tmp_path, kind=Broken, oddly=odd)
+    assert finished
     [row] = maxsize_results(store.load())
     assert (row.status, row.parameters) == ("stopped", None)
     assert "failed: said failed" in row.reason
@@ -315,21 +290,13 @@ def test_memory_held_by_a_rank_is_counted_by_kind() -> None:
     model(torch.ones(1, 1000)).sum().backward()
     stray = torch.zeros(12345)
     meter = MemoryMeter(torch.device("cpu"), None)
-    said = shortage(
-        MemoryError(),
-        meter,
-        TrainState(
-            model, [torch.optim.SGD(model.parameters())], library=lambda: [("library", "pool", 77)]
-        ),
-    )
+    optimizer = torch.optim.SGD(model.parameters())
+    state = TrainState(model, [optimizer], library=lambda: [("library", "pool", 77)])
+    said = shortage(MemoryError(), meter, state)
     holding = said["holding"]
     assert said["failed_in"] == "set-up"
-    assert (
-        holding["parameters"],
-        holding["gradients"],
-        holding["library"],
-        holding["buffers"],
-    ) == (400000, 400000, 77, {"pool": 77})
+    assert (holding["parameters"], holding["gradients"]) == (400000, 400000)
+    assert (holding["library"], holding["buffers"]) == (77, {"pool": 77})
     assert holding["other"] >= stray.nbytes
     unknown = shortage(MemoryError(), meter, None)["holding"]
     assert unknown["parameters"] >= 400000, "in set-up, parameters are recognised by class"

@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from docs.studies import planner_scores
 from docs.studies.planner_calibration import (
     COLUMNS,
     MEMORY_UNIT,
@@ -96,19 +95,6 @@ def test_a_calibration_recovers_what_made_the_runs_in_spite_of_outliers() -> Non
 def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
     save(load(), tmp_path / "calibration.yaml")
     assert load(tmp_path / "calibration.yaml") == load()
-
-
-def test_a_fit_is_written_and_refuses_given_constants(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planner_scores, "read_runs", lambda *_: rows([1.0]))
-    monkeypatch.setattr(planner_scores, "calibrate", lambda *_: load())
-    out = tmp_path / "mine.yaml"
-    fit = ("--data", "runs.csv", "--fit", str(out))
-    assert told(main, *fit).startswith(f"wrote {out}: 1 measured runs of runs.csv")
-    assert load(out) == load()
-    with pytest.raises(UsageError, match="leave out --calibration"):
-        ask(main, *fit, "--calibration", "default")
 
 
 @pytest.mark.slow
