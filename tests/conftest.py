@@ -114,6 +114,15 @@ def stop_from_the_keyboard() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def files_are_not_forced_to_the_disk() -> Iterator[None]:
+    """Spares a busy disk's seconds. Tests kill processes, which lose no written data; only a
+    machine that loses its power does."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("os.fsync", lambda descriptor: None)
+        yield
+
+
 def _counted() -> Path:
     """Returns a folder that keeps counts of models between sessions, until the code that counts
     changes. Counting takes two minutes of processor time."""

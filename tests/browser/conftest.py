@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
 from harness.record.store import Results, load
+from reports import write_report
 
 CHROMIUM = shutil.which("chromium")
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
@@ -40,6 +40,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def reference() -> Results:
     """A real run of matrix `full`."""
     return load(REFERENCE)
+
+
+@pytest.fixture(scope="session")
+def report(reference: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(reference, tmp_path_factory.mktemp("report") / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +84,3 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Watched]]:
     yield opened
     for context in contexts:
         context.close()
-
-
-def serious_faults(page: Page) -> list[tuple[str, str, str]]:
-    """Returns axe-core's serious and critical violations: rule, impact, first element."""
-    found = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
-    return [
-        (one["id"], one["impact"], one["nodes"][0]["html"][:200])
-        for one in found
-        if one["impact"] in ("serious", "critical")
-    ]
