@@ -74,6 +74,30 @@ def content_policy(text: str, *tags: str) -> str:
     return policy
 
 
+def loads_nothing(text: str) -> None:
+    """Asserts that the page loads nothing and runs only its own script."""
+    page = Page(text)
+    assert not re.search(r"https?://|url\((?!#)|@import", text)
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert not {"img", "iframe", "object"} & {tag for tag, _ in page.tags}
+    for _, attributes in page.tags:
+        assert "style" not in attributes
+        assert not [name for name in attributes if name.startswith("on")]
+    policy = content_policy(text)
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+
+
+def shows_as_text(hostile: str, page_text: str) -> None:
+    """Asserts that the page shows the text without interpreting it."""
+    loads_nothing(page_text)
+    page = Page(page_text)
+    assert "1337" not in page.text
+    assert not set(page.text) & set("\x00\x08\x1b\u202e")
+    if hostile.isprintable():
+        assert " ".join(hostile.split())[:200] in page.text
+
+
 HOSTILE = (
     "<script>alert(1)</script>",
     "\"><img src=x onerror=alert(1)>'",

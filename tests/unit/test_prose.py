@@ -1,10 +1,8 @@
-"""Prose rules, and that the documents follow them."""
+"""Prose rules, which `make lint` applies to the documents."""
 
 from __future__ import annotations
 
 import ast
-
-import pytest
 
 from scripts import prose
 from scripts.prose import Sentence, findings, markdown_sentences
@@ -88,7 +86,3 @@ raise ValueError(f"{LENGTH} things are mended" " beside it", "two words", "--opt
     assert [(s.line, s.text, s.fragment) for s in prose.messages(tree, "x.py")] == [
         (9, "X things are mended beside it", True)
     ]
-
-
-def test_the_documents_follow_the_rules(capsys: pytest.CaptureFixture[str]) -> None:
-    assert prose.main() == 0, capsys.readouterr().out

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from harness.cell.cell import Cell
-from harness.cell.errors import Refused
-from harness.export import plan_of
 from harness.parity.later import allowed_norm, norm_deviations, with_norms
 from harness.parity.reference_runs import reference_cell, rounded_differently
 from harness.parity.verdict import ParityVerdict
 from harness.seam.recipe import clip_gradients, learning_rate_factor, parameter_groups
-from harness.seam.registry import make_strategy, validate
 from harness.worker.batches import IGNORED, Batches, BatchRecipe
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.dropout import Masks, mask, place_dropout
@@ -93,18 +89,6 @@ def test_wider_tolerances_allow_more() -> None:
     assert allowed_norm(2e-3, 0.12) == pytest.approx(2e-2)
     assert allowed_norm(1e-3, 5e-3) == 5e-3
     assert allowed_norm(0.05, 1.0) == math.inf
-
-
-def test_what_cannot_be_done_is_refused() -> None:
-    flat = {"use_orig_params": False}
-    for cell in (
-        Cell(strategy="fsdp1", devices=2, decay="matrices", options=flat),
-        Cell(strategy="ddp", devices=2, labels="padded", workload="bert-micro"),
-    ):
-        with pytest.raises(Refused):
-            validate(cell, make_workload(cell.workload), here=False)
-    clipped = Cell(strategy="ddp", devices=2, clip_norm=1.0)
-    assert plan_of(make_strategy(clipped), clipped, "torchrun") is None
 
 
 def test_masks_belong_to_tokens_wherever_they_are_computed() -> None:
@@ -206,46 +190,3 @@ def test_the_balancing_loss_is_of_each_ranks_micro_batch() -> None:
     assert reference.micro_batches == 4
     data = prepare_data("stdlib", make_workload("mixtral-nano"), 32)
     assert rounded_differently(reference, data)[0].micro_batches == 4
-
-
-SINGLE_STAGES: dict[str, dict[str, Any]] = {
-    "pipeline": {},
-    "vertical": {},
-    "three_d": {"options": {"tensor": 1, "pipeline": 1}},
-}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "axes"),
-    [
-        ("ddp", {"dropout": 0.1}),
-        ("ddp", {"dropout": 0.1, "workload": "gpt2-nano", "compile": "block"}),
-        ("data_parallel", {"dropout": 0.1, "workload": "gpt2-nano", "device": "cuda"}),
-        ("ddp", {"balance_weight": 0.1}),
-        ("pipeline", {"balance_weight": 0.1, "workload": "mixtral-nano"}),
-        ("ulysses", {"balance_weight": 0.1, "workload": "mixtral-nano"}),
-        ("deepspeed_moe", {"balance_weight": 0.1, "workload": "mixtral-nano"}),
-        ("ddp", {"documents": "packed", "workload": "bert-micro"}),
-        ("pipeline", {"documents": "packed"}),
-        *(
-            (name, {"devices": 1, "micro_batches": 1, **one, **recipe})
-            for name, one in SINGLE_STAGES.items()
-            for recipe in (
-                {"documents": "packed"},
-                {"balance_weight": 0.1, "workload": "mixtral-nano"},
-            )
-        ),
-        ("ulysses", {"documents": "packed"}),
-        ("data_parallel", {"documents": "packed"}),
-        ("tensor", {"documents": "packed", "options": {"sequence_parallel": True}}),
-    ],
-)
-def test_what_a_layout_cannot_do_is_refused(strategy: str, axes: dict[str, Any]) -> None:
-    plain = Cell(
-        strategy=strategy, **{"devices": 2, "micro_batches": 2, "workload": "llama-nano", **axes}
-    )
-    neutral = {"dropout": 0.0, "balance_weight": 0.0, "documents": "one"}
-    workload = make_workload(plain.workload)
-    with pytest.raises(Refused):
-        validate(plain, workload, here=False)
-    validate(plain.model_copy(update=neutral), workload, here=False)

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.cli.maxsize import _changes
 from harness.cell.cell import Cell
-from harness.cell.errors import Refused, UsageError
+from harness.cell.errors import UsageError
 from harness.cell.training import Batch
 from harness.measure.memory_kinds import peak_split
 from harness.seam.job import Job
 from harness.seam.peak_memory import peak_bytes, states_by_formula
-from harness.seam.registry import make_strategy, validate, with_defaults
+from harness.seam.registry import make_strategy, with_defaults
 from harness.workloads import counts, make_workload
 from harness.workloads import recompute as products_of
 from harness.workloads.counts import _count, model_facts
@@ -183,35 +183,6 @@ def test_the_axis_is_part_of_a_cell_only_where_it_is_used() -> None:
     assert full.id != plain.id
     assert full.label == "ddp(recompute=full)"
     assert full.reference().id == plain.reference().id
-
-
-@pytest.mark.parametrize(
-    ("axes", "reason"),
-    [
-        ({"strategy": "single", "devices": 1, "workload": "resnet-micro"}, "block by block"),
-        ({"strategy": "ddp", "workload": "llama-nano+prefix"}, r"\+lora"),
-        ({"strategy": "ddp", "workload": "llama-nano+lora"}, "frozen matrices"),
-        ({"strategy": "fairscale_oss"}, "recompute full"),
-        ({"strategy": "fairscale_oss", "recompute": "full", "precision": "bf16"}, "fp16"),
-        (
-            {"strategy": "deepspeed", "options": {"stage": 3}},
-            "gathers parameters at different operators",
-        ),
-        (
-            {"strategy": "pipeline", "micro_batches": 4, "options": {"schedule": "zbv"}},
-            "schedule zbv",
-        ),
-        (
-            {"strategy": "pipeline", "micro_batches": 4, "options": {"schedule": "dualpipev"}},
-            "schedule dualpipev",
-        ),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_computed_again_is_refused(axes: dict[str, Any], reason: str) -> None:
-    cell = Cell(**{"devices": 2, "workload": "llama-micro", "recompute": "selective", **axes})
-    with pytest.raises(Refused, match=reason):
-        validate(cell, make_workload(cell.workload), here=False)
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 
 import pytest
 
-from bench.cli import terminal as show
-from harness.analysis.consistency import ControlLevel, ControlLevels
 from harness.analysis.setting import systems
 from harness.analysis.summary import cell_results
 from harness.cell.cell import Cell
@@ -26,44 +23,19 @@ from reports.comparison_sections import (
     variants_bars,
     variants_table,
 )
-from reports.parity_sections import control_levels_in_words, tolerances
+from reports.parity_sections import tolerances
 from reports.run_report import all_systems, ran
 from reports.text import DASH
 from tests.unit.html_page import Page, page_of
 from tests.unit.made_results import BUCKETS, MIB, rows_of, searched, stored, trial_rows
 
 
-def test_sections_of_states_and_libraries_come_in_order(sharded_page: Page) -> None:
-    assert [name for name in sharded_page.headings if name != "scaling"] == [
-        "verdict",
-        "ranking",
-        "failures",
-        "systems",
-        "memory",
-        "front",
-        "states",
-        "traffic",
-        "parity",
-        "wrappers",
-        "variants",
-        "cells",
-        "environment",
-        "method",
-        "glossary",
-    ]
-
-
 def test_systems_that_are_not_on_this_host_come_first(
     sharded_results: Results, sharded_page: Page
 ) -> None:
     rows = list(rows_of(sharded_results).values())
-    found = systems(rows)
-    assert [one.name for one in found] == [
-        "3 wrapped",
-        "6 Rare",
-        "10 disks",
-        "21 adapters",
-    ], "by their numbers, not as text"
+    by_number = ["3 wrapped", "6 Rare", "10 disks", "21 adapters"]
+    assert [one.name for one in systems(rows)] == by_number
     later = Cell(strategy="late", system="30 later")
     missing = not_run(all_systems(rows, [later]))
     (absent,), (later_one,), (part,) = missing["absent"], missing["none"], missing["part"]
@@ -74,13 +46,9 @@ def test_systems_that_are_not_on_this_host_come_first(
     }
     assert (part.name, len(part.cells), part.count("ok")) == ("10 disks", 2, 1)
     assert later_one.name == "30 later"
-    ((_, reason),) = left_out(later_one)
-    assert "resume the run" in reason
-    text = sharded_page.text
-    assert "Not on this host 6 Rare. Why, and what would change it" in text
-    assert text.index("6 Rare none of 3 cells ran") < text.index("10 disks 1 of 2 cells ran")
-    for words in ("pip install rare", "there is no disk: mount one"):
-        assert words in text
+    assert len(left_out(later_one)) == 1
+    for reason in ("pip install rare", "there is no disk: mount one"):
+        assert reason in sharded_page.text
 
 
 def test_overview_of_systems(sharded_results: Results) -> None:
@@ -90,14 +58,10 @@ def test_overview_of_systems(sharded_results: Results) -> None:
     wrapped, rare, disks, adapters = (
         [plain_text(td.words) for td in row.cells] for row in table.rows
     )
-    assert (wrapped[0], wrapped[1], wrapped[4]) == ("all ran", "2 / 2", "2 exact")
-    assert wrapped[2] == "plain, 3,200 ± 96 tokens/s"
+    assert (wrapped[1], wrapped[4]) == ("2 / 2", "2 exact")
     assert (rare[1], rare[2], rare[4]) == ("0 / 3", DASH, DASH)
-    assert rare[0].startswith("not on this host, ")
-    assert set(rare[0].split(", ")[1:]) == {"2 not available here", "1 cannot exist"}
     assert disks[0].startswith("ran in part")
-    assert disks[2].count(", ") == 1, "no other setting is named"
-    assert adapters[2].endswith("llama-mini+nf4+lora · 2 devices · fp32 · batch 8")
+    assert adapters[1] == "1 / 1"
     halted = [
         dataclasses.replace(cell, status="interrupted")
         if cell.cell.system == "3 wrapped" and cell.cell.label != "plain"
@@ -113,20 +77,11 @@ def test_states_against_the_formula(sharded_results: Results) -> None:
     rows = rows_of(sharded_results)
     (chart,) = memory_sections.state_charts(ran(sharded_results))
     sharded_, plain, wrapped = chart.bars
-    assert (sharded_.label, sharded_.parts, sharded_.target) == (
-        "sharded",
-        (2.0, 0.0, 4.0, 0.0),
-        7.0,
-    ), "the fullest rank"
-    assert (sharded_.text, sharded_.failed) == ("6.00 MiB −14.3 %", True)
+    of_fullest_rank = ("sharded", (2.0, 0.0, 4.0, 0.0), 7.0, True)
+    assert (sharded_.label, sharded_.parts, sharded_.target, sharded_.failed) == of_fullest_rank
     assert {plain.label, wrapped.label} == {"plain", "wrap"}
-    assert (plain.parts, plain.target, plain.peak, plain.text, plain.failed) == (
-        (4.0, 0.0, 8.0, 4.0),
-        16.0,
-        102.0,
-        "16.0 MiB +0.0 %",
-        False,
-    )
+    as_by_formula = ((4.0, 0.0, 8.0, 4.0), 16.0, 102.0, False)
+    assert (plain.parts, plain.target, plain.peak, plain.failed) == as_by_formula
     buffers = {
         plain_text(row.head): plain_text(row.cells[0].words)
         for row in memory_sections.buffers_table(list(rows.values())).rows
@@ -141,7 +96,7 @@ def test_states_against_the_formula(sharded_results: Results) -> None:
     assert stacked.limit is not None
     assert stacked.limit < 200
     assert stacked.bars[-1].value == 2012
-    assert "goes on beyond the axis" in stacked.notes[0]
+    assert stacked.notes
 
 
 def test_uneven_memory_by_rank(sharded_results: Results) -> None:
@@ -179,7 +134,7 @@ def test_traffic_against_the_ring(sharded_results: Results) -> None:
     assert shown["state_bytes"] == "6.00"
 
 
-def test_wrappers_cost(sharded_results: Results, sharded_page: Page) -> None:
+def test_wrappers_cost(sharded_results: Results) -> None:
     (one,) = launchers(list(rows_of(sharded_results).values()))
     assert [bar.label for bar in launcher_bars(*one, "x").bars] == ["torchrun", "Wrapper"]
     fast, slow = (
@@ -189,7 +144,6 @@ def test_wrappers_cost(sharded_results: Results, sharded_page: Page) -> None:
     assert (fast["step_ratio"], fast["extra_seconds"]) == ("1", "0")
     assert float(slow["step_ratio"]) == pytest.approx(1.25, rel=1e-3)
     assert float(slow["extra_seconds"]) == pytest.approx(8 / 40 - 8 / 50, rel=1e-2)
-    assert "wrap Wrapper" in sharded_page.text
 
 
 def test_wrapper_groups_of_the_same_setting_have_different_titles(tmp_path: Path) -> None:
@@ -208,20 +162,11 @@ def test_wrapper_groups_of_the_same_setting_have_different_titles(tmp_path: Path
 
 def test_tolerances_that_differ_in_updates_share_a_row(tmp_path: Path) -> None:
     cells = {"a": 1e-4, "b": 4e-4, "c": 4e-4}
-    rows = [
-        row
-        for name, update in cells.items()
-        for row in trial_rows(
-            Cell(strategy=name),
-            [8.0],
-            parity_update_tolerance=update,
-            **(
-                {"parity_verdict": "within tolerance", "parity_reason": "why"}
-                if name == "c"
-                else {}
-            ),
-        )
-    ]
+    near = {"parity_verdict": "within tolerance", "parity_reason": "why"}
+    rows = []
+    for name, update in cells.items():
+        more = near if name == "c" else {}
+        rows += trial_rows(Cell(strategy=name), [8.0], parity_update_tolerance=update, **more)
     rows += trial_rows(Cell(strategy="d", precision="bf16"), [8.0], parity_loss_tolerance=1e-3)
     found = tolerances(cell_results(stored(tmp_path, rows).trials))
     assert found == [
@@ -235,37 +180,18 @@ def test_tolerances_that_differ_in_updates_share_a_row(tmp_path: Path) -> None:
     assert one == ("1.0e-05", "1.0e-04 to 4.0e-04", "", ("a fp32", "b fp32"))
 
 
-def test_a_launcher_with_one_trial_has_no_interval_of_the_control() -> None:
-    levels = ControlLevels(
-        (
-            ControlLevel("elastic", 1.0, 0.99, 1.01, 9),
-            ControlLevel("spawn", 1.02, 0.0, math.inf, 1),
-        ),
-        labels=2,
-        probability=0.5,
-    )
-    text = control_levels_in_words(levels)
-    assert "elastic 1.000 (0.990 to 1.010, 9 trials), spawn 1.020 (1 trial);" in text
-
-
 def test_variants_next_to_their_model(sharded_results: Results) -> None:
     (cells,) = variants(list(rows_of(sharded_results).values()))
     table, bars = variants_table(cells, "x"), variants_bars(cells, "x")
-    assert [plain_text(line.head) for line in table.rows] == [
-        "llama-mini",
-        "llama-mini+nf4+lora",
-    ]
+    heads = [plain_text(line.head) for line in table.rows]
+    assert heads == ["llama-mini", "llama-mini+nf4+lora"]
     titles = [column.title for column in table.columns]
     texts = {
         title: spans(td.words)[0].text
         for title, td in zip(titles, table.rows[1].cells, strict=True)
     }
-    assert (texts["Trained"], texts["Of all"], texts["Optimizer"], texts["Distance to fp32"]) == (
-        "131,072",
-        "12 %",
-        "1.00",
-        "3.0e-03",
-    )
+    columns = ("Trained", "Of all", "Optimizer", "Distance to fp32")
+    assert [texts[column] for column in columns] == ["131,072", "12 %", "1.00", "3.0e-03"]
     assert bars is not None
     assert [bar.label for bar in bars.bars] == ["llama-mini+nf4+lora", "llama-mini"]
 
@@ -273,11 +199,6 @@ def test_variants_next_to_their_model(sharded_results: Results) -> None:
 def test_largest_trainable_model(tmp_path: Path) -> None:
     page = page_of(searched(tmp_path), tmp_path)
     assert page.headings[:3] == ["verdict", "largest", "states"]
-    assert (
-        "Within 1.00 MiB per rank, the largest model that trains here has 30 parameters, under less"
-        in page.text
-    )
-    assert "Measured order: more 0.0M < less 0.0M; theory predicts less < more" in page.text
     assert "unlike in theory" in page.text
     shown: dict[str, list[str]] = {}
     for _, field, value in page.grids:
@@ -287,25 +208,7 @@ def test_largest_trainable_model(tmp_path: Path) -> None:
         ["40", "30"],
         ["0.75", "0.5"],
     )
-    assert "never" in page.text, "nothing was tried with it yet"
-    assert (
-        len(
-            [
-                tag
-                for tag, found in page.tags
-                if tag == "tr" and str(found.get("id")).startswith("cell-")
-            ]
-        )
-        == 2
-    ), "probes are not cells"
+    rows = [found for tag, found in page.tags if tag == "tr"]
+    cells = [found for found in rows if str(found.get("id")).startswith("cell-")]
+    assert len(cells) == 2, "probes are not cells"
     assert "failures" not in page.headings, "a probe that does not fit is not a failure"
-
-
-def test_the_terminal_names_systems_that_are_not_on_this_host(
-    sharded_results: Results, results: Results, capsys: pytest.CaptureFixture[str]
-) -> None:
-    show.ranking(show.console(), cell_results(sharded_results.trials))
-    assert "not on this host: 6 Rare; the reasons below" in capsys.readouterr().out
-    here = sharded_results.trials[sharded_results.trials["system"] == "3 wrapped"]
-    show.ranking(show.console(), cell_results(here))
-    assert "not on this host" not in capsys.readouterr().out

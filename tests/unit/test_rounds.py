@@ -71,16 +71,10 @@ def test_baselines_are_launched_more_often_within_each_round() -> None:
     cells = (*others, ddp, crowded, alone)
     assert launches_per_round(cells, 256) == {ddp.id: 3}
     assert not_compared(cells, 256) == {crowded.id, alone.id}
-    plan = Plan(
-        "r",
-        "m",
-        cells,
-        2,
-        order_seed=1,
-        timed_seconds=3.0,
-        not_compared=not_compared(cells, 256),
-        launches_per_round=launches_per_round(cells, 256),
-    )
+    more = launches_per_round(cells, 256)
+    once = not_compared(cells, 256)
+    plan = Plan("r", "m", cells, 2, (), 1, timed_seconds=3.0, not_compared=once)
+    plan = replace(plan, launches_per_round=more)
     order = plan.schedule()
     assert len(set(order_ids := [(cell.id, trial) for cell, trial in order])) == len(order) == 26
     assert sorted(t for c, t in order_ids if c == ddp.id) == list(range(plan.trials_of(ddp)))
@@ -116,19 +110,21 @@ class Recorder:
         self.rows.append(trial)
 
 
-def test_a_cell_that_has_run_is_not_left_out_for_memory_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_cell_predicted_to_lack_memory_is_skipped_unless_it_has_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_run: bool
 ) -> None:
-    """The larger cell fitted in round 0, and runs in round 1 although the smaller one ran out of
-    memory."""
+    """The smaller cell ran out of memory. A predicted lack of memory is not a result."""
     small, large = (
-        Cell(strategy="ddp", workload="llama-nano"),
-        Cell(strategy="ddp", workload="llama-nano", global_batch=16),
+        Cell(strategy="ddp", workload="llama-nano", time_limit_seconds=60),
+        Cell(strategy="ddp", workload="llama-nano", global_batch=16, system="DDP"),
     )
     store = Store(tmp_path)
-    runner = Runner(store, Plan("run-1", "test", (small, large), 2), launcher=lambda packages: None)
+    plan = Plan("run-1", "test", (small, large), 2)
+    runner = Runner(store, plan, launcher=lambda packages: None)
     store.write_run(RunRecord(**one_cell_run()))
-    store.write_trial(TrialRecord(**trial_row(large, 0)))
+    if has_run:
+        store.write_trial(TrialRecord(**trial_row(large, 0)))
     store.write_trial(TrialRecord(**trial_row(small, 0, status="out_of_memory")))
     launched = []
 
@@ -140,33 +136,10 @@ def test_a_cell_that_has_run_is_not_left_out_for_memory_later(
     monkeypatch.setattr(runner, "run_trial", run_trial)
     monkeypatch.setattr(runner._references, "of", no_references)
     assert runner.run(Recorder())
-    assert launched == [TrialKey(large.id, 1)]
-    assert store.load().trials.set_index("cell_id")["status"].to_dict() == {
-        large.id: "ok",
-        small.id: "out_of_memory",
-    }
-
-
-def test_a_cell_predicted_to_lack_memory_is_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A predicted lack of memory is not a result."""
-    small, large = (
-        Cell(strategy="ddp", workload="llama-nano", time_limit_seconds=60),
-        Cell(strategy="ddp", workload="llama-nano", global_batch=16, system="DDP"),
-    )
-    store = Store(tmp_path)
-    runner = Runner(store, Plan("run-1", "test", (small, large), 2), launcher=lambda packages: None)
-    store.write_run(RunRecord(**one_cell_run()))
-    store.write_trial(TrialRecord(**trial_row(small, 0, status="out_of_memory")))
-    monkeypatch.setattr(runner._references, "of", no_references)
-    assert runner.run(Recorder())
-    loaded = store.load().trials.set_index("cell_id")
-    assert loaded["status"].to_dict() == {large.id: "skipped", small.id: "out_of_memory"}
-    assert small.name in loaded.loc[large.id, "reason"]
-    assert Runner(store, Plan("run-1", "test", (small, large), 2)).open_trials() == [], (
-        "a resumed run skips it too"
-    )
+    assert launched == ([TrialKey(large.id, 1)] if has_run else [])
+    statuses = store.load().trials.set_index("cell_id")["status"].to_dict()
+    assert statuses == {large.id: "ok" if has_run else "skipped", small.id: "out_of_memory"}
+    assert Runner(store, plan).open_trials() == [], "a resumed run launches nothing more"
 
 
 def test_cells_left_out_are_recorded_also_by_a_run_that_was_killed_before(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from reports import runs, site
 from reports.run_report import only
 from reports.runs import SECTIONS, runs_page, runs_text
 from tests import commands
-from tests.unit.html_page import HOSTILE, Page
+from tests.unit.html_page import HOSTILE, Page, loads_nothing, shows_as_text
 from tests.unit.made_results import MIB, diverged_rows, left_out, run_row, trial_rows
 
 DDP, FSDP, LATE = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2", "tensor"))
@@ -129,23 +129,15 @@ def test_every_number_of_the_page_is_that_of_the_comparison_and_of_the_history(
 
 def test_the_newest_is_compared_and_changes_are_marked(view: runs.Runs) -> None:
     page = Page(runs_page(view).text)
-    assert (
-        page.headings
-        == ["verdict", "cells", "others", "history", "changes", "method"]
-        == [section.name for section in SECTIONS if section.name != "disturbed"]
-    )
-    assert (
-        f"Compared with the run before it, {run_id(DAYS - 2)}, the newest has 1 regression: newly"
-        " failing 1." in page.text
-    )
-    assert "the level of 2 of 6 series changed for good" in page.text
+    present = [section.name for section in SECTIONS if section.name != "disturbed"]
+    assert page.headings == present
+    assert "1 regression: newly failing 1" in page.text
+    for line in ("1 regression: newly failing 1", "▼ 10.0 % slower since 2026-01-08"):
+        assert line in runs_text(view).text
     assert re.search(r"ddp .{0,80}▼ 10\.0 % slower since 2026-01-08", page.text)
     assert re.search(r"fsdp2 .{0,80}▲ 20\.0 % more since 2026-01-08", page.text)
-    assert "newly failing failed: rank 1: it broke" in page.text
-    assert f"{DAYS - 1 - runs.MOST_COLUMNS} older runs, in the history only" in page.text
-    charts = [str(a["aria-label"]) for tag, a in page.tags if tag == "svg"]
+    charts = [tag for tag, _ in page.tags if tag == "svg"]
     assert len(charts) == 4, "throughput of three cells, memory of the one that changed"
-    assert any("▼ 10.0 % slower from 2026-01-08 on" in label for label in charts)
 
 
 def test_a_chart_has_the_levels_of_its_history(view: runs.Runs) -> None:
@@ -166,30 +158,8 @@ def test_a_chart_has_the_levels_of_its_history(view: runs.Runs) -> None:
 def test_nothing_is_loaded_and_only_the_own_script_runs(
     view: runs.Runs, store: Store, tmp_path: Path
 ) -> None:
-    for text in (runs_page(view).text, site.page(site.entries(store, tmp_path), tmp_path)):
-        page = Page(text)
-        assert not re.search(r"https?://|url\((?!#)|@import", text)
-        assert [tag for tag, _ in page.tags].count("script") == 1
-        assert not [
-            a for _, a in page.tags if "style" in a or any(name.startswith("on") for name in a)
-        ]
-        (policy,) = [
-            str(a["content"]) for tag, a in page.tags if tag == "meta" and a.get("http-equiv")
-        ]
-        assert policy.startswith("default-src 'none'; ")
-        assert "unsafe" not in policy
-
-
-def test_markdown_of_several_runs(view: runs.Runs) -> None:
-    text = runs_text(view).text
-    assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == [
-        section.title for section in SECTIONS if section.in_text
-    ]
-    assert "1 regression: newly failing 1" in text
-    assert "▼ 10.0 % slower since 2026-01-08" in text
-    assert re.search(r"\| ddp llama-mini x2 fp32 batch 8 \| 90\.0 \| 1\.00 \(0\.9", text)
-    few = runs_text(view, ["verdict"]).text
-    assert few.count("\n## ") == 1
+    loads_nothing(runs_page(view).text)
+    loads_nothing(site.page(site.entries(store, tmp_path), tmp_path))
 
 
 def test_matrices_that_differ_are_compared_where_they_meet(tmp_path: Path) -> None:
@@ -232,37 +202,23 @@ def test_command_for_several_runs_and_the_index(
     folder = ("--results", str(store.folder))
     one = f"reports/html/{run_id(0)}-to-{run_id(DAYS - 1)}.html"
     assert ask("--all", *folder).strip() == one
-    assert ask("latest", run_id(0), *folder).strip() == one, (
-        "the order of the names does not matter"
-    )
-    assert Path(one).read_text().count("<h1>How do these runs compare?</h1>") == 1
+    assert ask("latest", run_id(0), *folder).strip() == one, "their order does not matter"
     found = json.loads(ask("latest~1", "latest", "--format", "json", *folder))
     assert {cell["run_id"] for cell in found["cells"]} == {run_id(DAYS - 2), run_id(DAYS - 1)}
     assert (found["comparisons"][0]["regressions"], len(found["history"])) == (1, 6)
-    assert ask("latest~1", "latest", "--each", *folder).split() == [
-        f"reports/html/{run_id(day)}.html" for day in (DAYS - 2, DAYS - 1)
-    ]
+    pages = [f"reports/html/{run_id(day)}.html" for day in (DAYS - 2, DAYS - 1)]
+    assert ask("latest~1", "latest", "--each", *folder).split() == pages
     assert ask("--index", *folder).strip() == "reports/html/index.html"
     page = Numbers(Path("reports/html/index.html").read_text())
     links = [str(a["href"]) for tag, a in page.tags if tag == "a" and a.get("class") == "name"]
-    assert [*dict.fromkeys(link for link in links if "#" not in link)] == [
-        f"{run_id(DAYS - 1)}.html",
-        f"{run_id(DAYS - 2)}.html",
-        Path(one).name,
-    ], "newest first, then pages of no single run"
+    files = [*dict.fromkeys(link for link in links if "#" not in link)]
+    newest_first = [Path(page).name for page in (*reversed(pages), one)]
+    assert files == newest_first, "pages of several runs come last"
     assert all((Path("reports/html") / link.partition("#")[0]).is_file() for link in links)
-    assert [value for _, _, field, value in page.numbers if field == "failures"] == [1.0] + [
-        0.0
-    ] * (DAYS - 1)
-    assert [row["data-run"] for row, _, field, _ in page.numbers if field == "failures"] == [
-        run_id(day) for day in reversed(range(DAYS))
+    failures = [
+        (row["data-run"], value) for row, _, field, value in page.numbers if field == "failures"
     ]
-    assert "failures in 1 run" in page.text
-    assert re.search("use ddp ?5,760 tokens/s, 95 % interval", page.text)
-    assert re.search(
-        f"1 regression: newly failing 1. Besides: no difference seen 2 ?{run_id(DAYS - 2)}",
-        page.text,
-    )
+    assert failures == [(run_id(day), float(day == DAYS - 1)) for day in reversed(range(DAYS))]
     with pytest.raises(UsageError, match="--out"):
         ask("latest~1", "latest", "--each", "--out", "x.html", *folder)
 
@@ -292,27 +248,14 @@ def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
             LATE, 10.0, **odd | {"peak_memory_bytes": None, "tokens_per_second": math.nan}
         )
         rows += diverged_rows(FSDP, **odd, reason=text) if day else trials(FSDP, 50.0, **odd)
-        add(
-            store,
-            day,
-            rows,
-            host=text,
-            matrix=text,
-            cpu_model=text,
-            torch_version=f"{text}{day}",
-            libraries=json.dumps({text: str(day)}),
-        )
+        names = dict.fromkeys(("host", "matrix", "cpu_model"), text)
+        versions = {"torch_version": f"{text}{day}", "libraries": json.dumps({text: str(day)})}
+        add(store, day, rows, **names, **versions)
     (tmp_path / "<b>&'.html").write_text("")
     view = runs.compare_all(store.load(steps=False))
     index = site.page(site.entries(store, tmp_path), tmp_path)
-    for page in (Page(runs_page(view).text), Page(index)):
-        assert [tag for tag, _ in page.tags].count("script") == 1
-        assert not {"img", "iframe", "object"} & {tag for tag, _ in page.tags}
-        assert not [a for _, a in page.tags if any(name.startswith("on") for name in a)]
-        assert "1337" not in page.text
-        assert not set(page.text) & set("\x00\x08\x1b\u202e")
-        if text.isprintable():
-            assert " ".join(text.split())[:200] in page.text
+    for page in (runs_page(view).text, index):
+        shows_as_text(text, page)
     told = runs_text(view).text
     assert "<script>" not in told
     assert "<img" not in told

@@ -51,18 +51,6 @@ def test_all_to_alls_by_hand(recompute: str) -> None:
         assert sent == 2 * passes * 4 * (4 * samples * 32 * 32) / 2 + reduced
 
 
-def test_half_weights_halve_all_to_alls() -> None:
-    facts = ModelFacts(("a",), 10, 0, (10,))
-    exchanged = []
-    for workload in ("llama-nano", "llama-nano+bf16"):
-        cell = sequence_cell(workload=workload)
-        strategy = make_strategy(cell)
-        sent = strategy.traffic(cell, strategy.layout(2), facts)
-        assert sent is not None
-        exchanged.append(sent - 40)
-    assert exchanged[1] == exchanged[0] / 2
-
-
 def test_ranks_may_share_a_head_of_keys() -> None:
     """Only DeepSpeed's UlyssesSPAttentionHF repeats heads of keys and values."""
     shared = dataclasses.replace(make_workload("llama-nano"), heads=1)
@@ -102,53 +90,6 @@ def test_attention_with_fewer_heads_of_keys_is_transformers_own() -> None:
     whole, _ = whole_attention()(module, query, key, value, None, scaling=0.3)
     even, _ = even_attention(module, query, key, value, None, scaling=0.3)
     torch.testing.assert_close(even, whole)
-
-
-GRAPHS = {"compile": "block_cudagraphs", "device": "cuda"}
-
-
-@pytest.mark.parametrize(
-    ("axes", "kind", "reason"),
-    [
-        ({"sequence_length": 33}, Refused, "33 tokens do not divide into 2 equal parts"),
-        ({"workload": "bert-micro"}, Refused, "causal language model"),
-        ({"workload": "llama-nano+prompt"}, Refused, "come before the first token"),
-        ({"devices": 4}, Refused, "2 attention heads.*do not divide among 4 ranks"),
-        ({"devices": 4, "options": {"sequence_ranks": 3}}, Refused, "groups of sequence_ranks=3"),
-        ({"strategy": "ulysses_zero", "workload": "gpt2-nano"}, Refused, "UlyssesSPAttentionHF"),
-        ({"strategy": "context_parallel"}, Unavailable, "use one GPU per rank"),
-        (
-            {"strategy": "context_parallel", "device": "cuda", "sequence_length": 34},
-            Refused,
-            "use a multiple of 4",
-        ),
-        (
-            {"strategy": "pipeline", "micro_batches": 2, "options": {"schedule": "dualpipev"}},
-            Refused,
-            "a micro-batch for each of its 4 stages",
-        ),
-        ({"strategy": "zero_redundancy", "compile": "block"}, Refused, "use ddp, fsdp2, single"),
-        (
-            {"strategy": "tensor", "compile": "block", "options": {"sequence_parallel": True}},
-            Refused,
-            "use sequence_parallel=false",
-        ),
-        ({"strategy": "ddp", "compile": "block", "workload": "resnet-micro"}, Refused, "blocks"),
-        ({"strategy": "ddp", **GRAPHS, "device": "cpu"}, Refused, "use compile block on CPUs"),
-        ({"strategy": "fsdp2", **GRAPHS}, Refused, "compile block_cudagraphs; use ddp, single"),
-        ({"strategy": "ddp", **GRAPHS, "micro_batches": 2}, Refused, "use micro_batches 1"),
-        ({"strategy": "ddp", **GRAPHS, "recompute": "full"}, Refused, "recompute none"),
-        ({"strategy": "ddp", **GRAPHS, "warmup_steps": 2}, Refused, "3 warmup_steps or more"),
-        ({"strategy": "ddp", "compile": "block", "workload": "llama-nano+lora"}, Refused, "known"),
-    ],
-    ids=str,
-)
-def test_what_cannot_run_is_said(axes: dict[str, Any], kind: type[Exception], reason: str) -> None:
-    cell = sequence_cell(**{"workload": "llama-nano", **axes})
-    if cell.strategy == "pipeline":
-        cell = cell.model_copy(update={"workload": "llama-micro"})
-    with pytest.raises(kind, match=reason):
-        validate(cell, make_workload(cell.workload), here=False)
 
 
 def test_without_a_compiler_compiled_cells_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,16 @@ from rich.console import Console
 from bench.cli import terminal
 from bench.cli.show import show
 from harness.cell.cell import Cell
-from harness.cell.errors import NoRuns, UsageError
+from harness.cell.errors import UsageError
 from harness.record.profile_record import COMPONENTS, ProfileRecord
 from harness.record.run_record import RunRecord, StepRecord
-from harness.record.store import Store
+from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
 from reports.cell_detail import STEPS, in_full, sparkline
 from tests import commands
 from tests.unit.html_page import HOSTILE
 from tests.unit.made_results import MIB, diverged_rows, left_out, run_row, states, trial_rows
+from tests.unit.stored_trials import step as stored_step
 
 DDP, OTHER, BROKEN = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2", "tensor"))
 TWO = Cell(strategy="fsdp2", devices=2, precision="bf16")
@@ -34,17 +36,10 @@ SPEEDS = [100.0, 104.0, 96.0]
 
 def steps(run_id: str, trial: int, cell_id: str = DDP.id) -> list[StepRecord]:
     """Returns a warm-up and three timed steps of two ranks; rank 1 is 10 ms slower."""
-    same: dict[str, Any] = {
-        "run_id": run_id,
-        "cell_id": cell_id,
-        "trial": trial,
-        "attempt": 1,
-        "data_seconds": 0.001,
-        "loss": 2.0,
-    }
+    plain = stored_step(TrialKey(cell_id, trial), run_id=run_id)
     return [
-        StepRecord(
-            **same,
+        replace(
+            plain,
             rank=rank,
             step=step,
             phase="timed" if step else "warmup",
@@ -73,9 +68,7 @@ def store(tmp_path: Path) -> Store:
             )
         for row in trial_rows(OTHER, [200.0, 201.0, 202.0]) + trial_rows(TWO, [1.0]):
             found.write_trial(TrialRecord(**(row | {"run_id": run_id})))
-    for row in left_out(
-        BROKEN, "failed", "rank 1: it broke; mend it", log_tail="first\nlast line of the log"
-    ):
+    for row in left_out(BROKEN, "failed", "rank 1: it broke"):
         found.write_trial(TrialRecord(**(row | {"run_id": OLD})))
     return found
 
@@ -87,30 +80,22 @@ def ask(store: Store, *words: str) -> str:
 @pytest.mark.parametrize("which", ["ddp", DDP.id, DDP.name, "dd*x2*"])
 def test_json_has_the_stores_numbers(store: Store, which: str) -> None:
     told = json.loads(ask(store, which, "--json"), parse_constant=pytest.fail)
-    assert (told["cell"]["run_id"], told["cell"]["cell_id"]) == (
-        NEW,
-        DDP.id,
-    ), "the newest run that has it"
+    of_newest = (NEW, DDP.id)
+    assert (told["cell"]["run_id"], told["cell"]["cell_id"]) == of_newest
     assert [trial["samples_per_second"] for trial in told["trials"]] == SPEEDS
     assert told["cell"]["samples_per_second"] == pytest.approx((100 * 104 * 96) ** (1 / 3))
     assert told["cell"]["samples_per_second_low"] < 100 < told["cell"]["samples_per_second_high"]
     assert told["trials"][0]["slowest_rank_step_seconds"] == pytest.approx([0.41, 0.31, 0.21, 0.11])
     assert told["trials"][0]["phases"] == ["warmup", "timed", "timed", "timed"]
-    assert [rank["step_seconds_p50"] for rank in told["ranks"]] == pytest.approx([0.2, 0.21]), (
-        "of timed steps"
-    )
+    medians = [rank["step_seconds_p50"] for rank in told["ranks"]]
+    assert medians == pytest.approx([0.2, 0.21]), "of timed steps"
     assert [rank["peak_memory_bytes"] for rank in told["ranks"]] == [90 * MIB, 102 * MIB]
     assert [(kind["bytes"], kind["formula_bytes"]) for kind in told["memory"]["kinds"]] == [
         (size * MIB, formula * MIB) for size, formula in ((4, 4), (0, 0), (8, 10), (4, 4))
     ]
     assert told["memory"]["formula_deviation"] == pytest.approx(16 / 18 - 1)
     ranking = told["ranking"]
-    assert (ranking["place"], ranking["of"], ranking["fastest"], ranking["verdict"]) == (
-        2,
-        2,
-        "fsdp2",
-        "slower",
-    )
+    assert (ranking["place"], ranking["of"], ranking["fastest"]) == (2, 2, "fsdp2")
     assert ranking["ratio_to_fastest"] == pytest.approx(
         (100 * 104 * 96 / (200 * 201 * 202)) ** (1 / 3)
     )
@@ -121,29 +106,8 @@ def test_a_run_can_be_named(store: Store) -> None:
     told = json.loads(ask(store, "ddp", "--run", "latest~1", "--json"))
     assert told["cell"]["run_id"] == OLD
     assert told["cell"]["samples_per_second"] == pytest.approx((50 * 52 * 48) ** (1 / 3))
-    assert json.loads(ask(store, "tensor", "--json"))["cell"]["run_id"] == OLD, (
-        "the newest that has it"
-    )
-
-
-def test_words_and_charts(store: Store) -> None:
-    told = ask(store, "ddp")
-    for words in (
-        "99.9 samples/s, 6,397 tokens/s, 95 % interval",
-        "place 2 of 2: llama-mini · 2 devices · fp32 · batch 8",
-        "slower",
-        "Together (MiB): 16.0",
-        "Off by: −11.1 %",
-        "not profiled in this run",
-        "loss deviation: 1.2e-07",
-        "loss tolerance: 1.0e-05",
-        "█▆▃▁",
-    ):
-        assert words in told, words
-    assert "\x1b" not in told, "colour only on a terminal"
-    broken = ask(store, "tensor")
-    for words in ("failed: rank 1: it broke; mend it", "last line of the log"):
-        assert words in broken
+    newest_that_has_it = json.loads(ask(store, "tensor", "--json"))
+    assert newest_that_has_it["cell"]["run_id"] == OLD
 
 
 def test_parts_of_a_profiled_step(store: Store) -> None:
@@ -169,26 +133,14 @@ def test_parts_of_a_profiled_step(store: Store) -> None:
         "straggler_rank": None,
         "gpu_seconds": None,
     }
-    assert "Exposed communication (ms): 500" in ask(store, "ddp")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["dpp"], "'dpp' .*results'.*ddp"),
-        (["tensor", "--run", NEW], f"'tensor' .* {NEW}"),
-        (["fsdp2"], rf"'fsdp2' .* {NEW}.*{OTHER.id} \({OTHER.name}\)"),
-        (["ddp", "--run", "nope"], "no run 'nope'"),
-    ],
+    "words", [["dpp"], ["tensor", "--run", NEW], ["fsdp2"], ["ddp", "--run", "nope"]]
 )
-def test_unknown_and_ambiguous_cells(store: Store, words: list[str], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_unknown_and_ambiguous_cells(store: Store, words: list[str]) -> None:
+    with pytest.raises(UsageError):
         ask(store, *words)
-
-
-def test_no_runs(tmp_path: Path) -> None:
-    with pytest.raises(NoRuns, match=re.escape(str(tmp_path))):
-        ask(Store(tmp_path), "ddp")
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

@@ -90,27 +90,16 @@ def test_a_copy_is_read_only_while_it_is_complete(tmp_path: Path) -> None:
     assert (len(load(tmp_path).trials), len(load(tmp_path).steps)) == (5, 12)
 
 
-def test_a_run_with_only_its_copy_is_unchanged(tmp_path: Path) -> None:
+def test_a_resumed_run_with_only_its_copy_loses_nothing(tmp_path: Path) -> None:
     store = filled(tmp_path)
     key = next(iter(store.statuses("run-1")))
-    before = (store.statuses("run-1"), store.steps_of("run-1", key.cell_id), load(tmp_path).trials)
-    assert len(before[0]) == 4
-    assert len(before[1]) > 0
-    leave_only_the_copy(store)
-    after = (store.statuses("run-1"), store.steps_of("run-1", key.cell_id), load(tmp_path).trials)
-    assert after[0] == before[0]
-    assert after[1].equals(before[1])
-    assert after[2].equals(before[2])
-
-
-def test_a_resumed_run_with_only_its_copy_loses_nothing(
-    tmp_path: Path,
-) -> None:
-    store = filled(tmp_path)
     before = load(tmp_path)
+    statuses, steps = store.statuses("run-1"), store.steps_of("run-1", key.cell_id)
     leave_only_the_copy(store)
     store.gather("run-1")
     assert load(tmp_path).trials.equals(before.trials)
+    assert store.statuses("run-1") == statuses
+    assert store.steps_of("run-1", key.cell_id).equals(steps)
     store.write_trial(TrialRecord(**trial_row(Cell(strategy="fsdp2"))))
     store.gather("run-1")
     after = load(tmp_path)

@@ -22,12 +22,9 @@ from harness.measure.rank_traffic import (
     folder_bytes,
     tcp_bytes_sent,
 )
-from harness.seam.formulas import model_states, whole_model_states
 from harness.seam.registry import make_strategy
-from harness.strategies.tiled_linear import TiledLinear
 from harness.worker.rank_answer import Offload
-from harness.workloads import make_workload
-from harness.workloads.counts import ModelFacts, model_facts
+from harness.workloads.counts import ModelFacts
 from tests.unit.recording import answer, figures
 from tests.unit.test_measure import CELL, FACTS
 
@@ -76,32 +73,8 @@ def test_a_walk_finds_parameters_gradients_buffers_and_moments() -> None:
     assert buffers["model buffer 1.running_mean"] == 8
 
 
-def test_formulas_by_hand() -> None:
-    """8 of 10 fp32 parameters are trained. For each, AdamW keeps 8 bytes and SGD 4; DDP adds
-    gradient buckets."""
-    facts = ModelFacts(("a", "b"), 10, 0, (5, 3))
-    assert model_states(Cell(strategy="x"), facts) == States(
-        parameters=40, optimizer=64, transient=32
-    )
-    assert model_states(Cell(strategy="x", optimizer="sgd"), facts, shards=2) == States(
-        parameters=20, optimizer=16, transient=16
-    )
-    assert whole_model_states(Cell(strategy="x"), facts) == States(
-        parameters=40, optimizer=64, library=32, transient=32
-    )
-    assert whole_model_states(Cell(strategy="x"), facts).total == 136
-
-
 TEN = ModelFacts(("a",), 10, 0, (10,), buffer_bytes=100, scale_bytes=60)
 """Ten fp32 parameters, 40 bytes of buffers, and 60 of scales."""
-
-BLOCKS = ModelFacts(
-    ("head", *(f"model.layers.{n}.{part}" for n in range(5) for part in ("a", "b"))),
-    16,
-    0,
-    (2, 3, 1, *[1] * 6, 1, 3),
-)
-"""Five blocks of 4, 2, 2, 2 and 4 fp32 parameters, and 2 outside."""
 
 
 def cell(strategy: str, **axes: Any) -> Cell:
@@ -126,16 +99,6 @@ def test_scales_are_kept_but_not_broadcast() -> None:
     assert states(cell("horovod", options={"fusion_threshold_mib": 1})).library == 2**20 + 100
 
 
-def test_half_weights_are_gathered_in_half_the_bytes() -> None:
-    half, whole = (
-        sent(cell("fsdp2", workload=name), model_facts(make_workload(name), 64))
-        for name in ("llama-nano+bf16", "llama-nano")
-    )
-    assert half is not None
-    assert whole is not None
-    assert half == pytest.approx(whole / 2)
-
-
 @pytest.mark.parametrize("mixed", [False, True])
 def test_gathered_parameters_take_their_own_width(mixed: bool) -> None:
     """Without blocks, all gradients follow all parameters, and then their fp32 copy."""
@@ -153,39 +116,6 @@ def test_offloaded_shards_are_not_on_the_gpu(strategy: str) -> None:
 def test_a_starting_point_in_host_memory_is_not_on_the_gpu() -> None:
     on_cpu, on_gpu = (states(cell("diloco", device=device)) for device in ("cpu", "cuda"))
     assert (on_cpu.library, on_gpu.library) == (140, 100)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "options", "one_part", "two_parts"),
-    [
-        ("fsdp1", {"sharding": "full_shard"}, 90, 120),
-        ("fsdp1", {"sharding": "shard_grad_op"}, 90, 128),
-        ("fsdp1", {"auto_wrap": False}, 90, 128),
-        ("fsdp2", {}, 90, 120),
-        ("fsdp2", {"reshard_after_forward": False, "no_sync": False}, 90, 98),
-        ("fairscale_fsdp", {}, 90, 120),
-        ("fairscale_fsdp", {"no_sync": False}, 90, 90),
-        ("fairscale_fsdp", {"reshard_after_forward": False}, 90, 128),
-        ("accelerate", {"engine": "fsdp2"}, 90, 120),
-        ("trainer", {"engine": "fsdp2"}, 90, 120),
-    ],
-    ids=str,
-)
-def test_gathered_parameters_and_whole_gradients_within_a_step(
-    strategy: str, options: dict[str, object], one_part: float, two_parts: float
-) -> None:
-    """Four ranks have 16 of 64 bytes of gradients each. Backward gathers 2 + 4 + 4 parameters, has
-    2 + 4 whole gradients, and copies 4 more."""
-    cells = [cell(strategy, devices=4, options=options, micro_batches=n) for n in (1, 2)]
-    assert [states(one, BLOCKS).transient for one in cells] == [one_part, two_parts]
-
-
-@pytest.mark.parametrize(("bucket", "size"), [(4, 2 * 4 * (4 + 10)), (100, 4 * 4 * 100)])
-def test_a_parameter_above_deepspeeds_bucket_is_gathered_whole(bucket: int, size: float) -> None:
-    """Stage 3 holds two buckets of parameters and two of gradients. A larger parameter, here of 10
-    elements, takes the place of one bucket each."""
-    options = {"stage": 3, "bucket_elements": bucket}
-    assert states(cell("deepspeed", options=options)).transient == size
 
 
 @pytest.mark.parametrize(
@@ -218,18 +148,6 @@ def test_biases_in_tiles_may_be_kept_whole() -> None:
     one = cell("tiled_linear", workload="bert-micro", options=options)
     gathered_or_scattered = 3 * sum(sizes) - 512 - 10 * 128
     assert sent(one, ModelFacts(names, sum(sizes), 0, sizes)) == 4 * gathered_or_scattered / 2
-
-
-def test_tiles_are_counted_instead_of_the_largest_layer() -> None:
-    """The head of 256 outputs and 32 inputs is split into 3 x 2 tiles."""
-    one = cell("tiled_linear", options={"out_tiles": 3, "in_tiles": 2})
-    workload, strategy = make_workload(one.workload), make_strategy(one)
-    assert isinstance(strategy, TiledLinear)
-    whole = model_facts(workload, 64)
-    tiled = strategy.partitioned(workload, whole)
-    head = [n for name, n in zip(tiled.trainable, tiled.sizes, strict=True) if "lm_head" in name]
-    assert head == [86 * 16] * 2 + [85 * 16] * 4
-    assert sum(tiled.sizes) == sum(whole.sizes)
 
 
 def test_bytes_sent_are_the_payload_of_this_processs_connections() -> None:
@@ -293,7 +211,7 @@ def test_bytes_written_to_a_disk(tmp_path: Path) -> None:
     with open(tmp_path / "swap", "wb") as file:
         file.write(os.urandom(1_000_000))
         file.flush()
-        os.fsync(file.fileno())
+        os.fdatasync(file.fileno())
     after = disk_bytes()
     assert after is not None
     assert folder_bytes(tmp_path) == 1_000_000
