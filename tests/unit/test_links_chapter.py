@@ -171,3 +171,16 @@ def test_the_chapter_is_left_out_without_emulated_links(results: Results, tmp_pa
     assert columns
     older = dataclasses.replace(plain, trials=plain.trials.drop(columns=columns))
     assert chapters(older) == []
+
+
+def test_the_cells_of_each_link_are_ranked_apart(results: Results) -> None:
+    """`chatty` sends most and computes least, so it is fastest if bandwidth is plentiful."""
+    groups = ran(results).groups
+    fastest = {group.rows[0].cell.links: group.rows[0].cell.strategy for group in groups}
+    assert fastest == {
+        "none": "chatty",
+        "10gbit": "chatty",
+        "1gbit": "talker",
+        "100mbit": "talker",
+        "1gbit 1ms": "frugal",
+    }

@@ -1,4 +1,4 @@
-"""The search for the largest model, its formula and its table, without processes."""
+"""The search for the largest model and its table, without processes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from harness.analysis.stats import (
 )
 from harness.analysis.summary import mfu
 from harness.cell.cell import Cell
-from harness.host.gpu_models import peak_flops_per_second
 from harness.measure.clock import bubble_fraction, busy_fraction, timed_step
 from harness.measure.peak_memory import imbalance
 from harness.measure.resource_use import (
@@ -160,10 +159,6 @@ def test_mfu_is_a_share_of_the_peak_and_null_without_one() -> None:
     """8 samples x 1000 FLOPs in 2 s on 2 devices of 4000 FLOP/s: 4000 of 8000."""
     assert mfu(8000, 2.0, 2, 4000) == 0.5
     assert mfu(8000, 2.0, 2, None) is None
-    assert peak_flops_per_second("AMD EPYC", "fp32") is None
-    assert peak_flops_per_second(None, "fp32") is None
-    assert peak_flops_per_second("NVIDIA H100 80GB HBM3", "bf16") == 989.5e12
-    assert peak_flops_per_second("NVIDIA H100 PCIe", "bf16") == 756.5e12
 
 
 @given(some.lists(some.floats(-1e6, 1e6), min_size=1, max_size=50), some.floats(0, 1))

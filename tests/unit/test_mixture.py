@@ -1,4 +1,4 @@
-"""Mixtures of experts: tokens of each expert, pitfalls of the libraries, and formulas."""
+"""Mixtures of experts: tokens of each expert, and pitfalls of the libraries."""
 
 from __future__ import annotations
 

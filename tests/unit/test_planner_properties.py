@@ -1,4 +1,4 @@
-"""Properties of the planner's formulas over all layouts, and their sources."""
+"""Properties of the planner's formulas over all layouts."""
 
 from __future__ import annotations
 
