@@ -90,10 +90,9 @@ def test_baselines_are_launched_more_often_within_each_round() -> None:
 
 
 class Recorder:
-    """Watcher that records its calls."""
+    """Watcher that records added rounds and launches left out."""
 
     def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
         self.added: list[Sequence[Cell]] = []
         self.left_out = 0
 
@@ -106,8 +105,29 @@ class Recorder:
 
     def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
     def step(self, step: int, seconds: float) -> None: ...
-    def trial_finished(self, cell: Cell, trial: TrialRecord) -> None:
-        self.rows.append(trial)
+    def trial_finished(self, cell: Cell, trial: TrialRecord) -> None: ...
+
+
+def without_processes(
+    monkeypatch: pytest.MonkeyPatch,
+    store: Store,
+    plan: Plan,
+    launched: list[tuple[Cell, int]],
+    now: Callable[[], float] = time.monotonic,
+) -> Runner:
+    """Returns a runner that records each trial at once, and adds its cell and number to
+    `launched`."""
+    runner = Runner(store, plan, launcher=lambda packages: None, now=now)
+
+    def run_trial(launcher: Any, cell: Cell, key: TrialKey, *rest: Any) -> TrialRecord:
+        launched.append((cell, key.trial))
+        row = trial_row(cell, key.trial, samples_per_second=11.0, wall_seconds=2.0)
+        store.write_trial(trial := TrialRecord(**row))
+        return trial
+
+    monkeypatch.setattr(runner, "run_trial", run_trial)
+    monkeypatch.setattr(runner._references, "of", no_references)
+    return runner
 
 
 @pytest.mark.parametrize("has_run", [True, False])
@@ -121,22 +141,13 @@ def test_a_cell_predicted_to_lack_memory_is_skipped_unless_it_has_run(
     )
     store = Store(tmp_path)
     plan = Plan("run-1", "test", (small, large), 2)
-    runner = Runner(store, plan, launcher=lambda packages: None)
     store.write_run(RunRecord(**one_cell_run()))
     if has_run:
         store.write_trial(TrialRecord(**trial_row(large, 0)))
     store.write_trial(TrialRecord(**trial_row(small, 0, status="out_of_memory")))
-    launched = []
-
-    def run_trial(launcher: Any, cell: Cell, key: TrialKey, *rest: Any) -> TrialRecord:
-        launched.append(key)
-        store.write_trial(trial := TrialRecord(**trial_row(cell, key.trial)))
-        return trial
-
-    monkeypatch.setattr(runner, "run_trial", run_trial)
-    monkeypatch.setattr(runner._references, "of", no_references)
-    assert runner.run(Recorder())
-    assert launched == ([TrialKey(large.id, 1)] if has_run else [])
+    launched: list[tuple[Cell, int]] = []
+    assert without_processes(monkeypatch, store, plan, launched).run(Recorder())
+    assert launched == ([(large, 1)] if has_run else [])
     statuses = store.load().trials.set_index("cell_id")["status"].to_dict()
     assert statuses == {large.id: "ok" if has_run else "skipped", small.id: "out_of_memory"}
     assert Runner(store, plan).open_trials() == [], "a resumed run launches nothing more"
@@ -151,46 +162,18 @@ def test_cells_left_out_are_recorded_also_by_a_run_that_was_killed_before(tmp_pa
         assert store.load().trials["status"].tolist() == ["refused"]
 
 
-def adaptive(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    spread: dict[str, float],
-    now: Callable[[], float] = time.monotonic,
-    **more: Any,
-) -> tuple[Store, Recorder, bool]:
-    """Runs cells without processes. `spread`: relative spread of throughput between rounds."""
-    store, watcher = Store(tmp_path), Recorder()
-    wanted = tuple(Cell(strategy=name) for name in spread)
-    plan = Plan("run-1", "test", wanted, 3, (), 7, **more)
-    runner = Runner(store, plan, launcher=lambda packages: None, now=now)
-    rng = random.Random(5)
-
-    def run_trial(
-        launcher: Any, cell: Cell, key: TrialKey, position: int, *rest: Any
-    ) -> TrialRecord:
-        value = 10.0 * (1 + spread[cell.strategy] * rng.gauss(0, 1))
-        row = trial_row(cell, key.trial, samples_per_second=value, wall_seconds=2.0) | {
-            "position": position
-        }
-        store.write_trial(trial := TrialRecord(**row))
-        return trial
-
-    store.write_run(RunRecord(**one_cell_run()))
-    monkeypatch.setattr(runner, "run_trial", run_trial)
-    monkeypatch.setattr(runner._references, "of", no_references)
-    return store, watcher, runner.run(watcher)
-
-
 def test_the_third_round_is_cut_short_where_the_machine_is_slower_than_expected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spread = dict.fromkeys(("single", "ddp", "fsdp2"), 0.01)
-    answered: dict[str, Any] = {"until_answered": True, "time_budget_seconds": 16.0}
+    cells = tuple(Cell(strategy=name) for name in ("single", "ddp", "fsdp2"))
+    plan = Plan("run-1", "test", cells, 3, (), 7, until_answered=True, time_budget_seconds=16.0)
+    store, watcher = Store(tmp_path), Recorder()
+    store.write_run(RunRecord(**one_cell_run()))
+    launched: list[tuple[Cell, int]] = []
     ticks = itertools.count(0, 5)
     now = lambda: float(next(ticks))  # noqa: E731
-    store, watcher, finished = adaptive(tmp_path, monkeypatch, spread, now, **answered)
-    assert finished
-    launches = store.load().trials["trial"].value_counts().to_dict()
+    assert without_processes(monkeypatch, store, plan, launched, now).run(watcher)
+    launches = Counter(trial for _, trial in launched)
     assert launches == {0: 3, 1: 3, 2: 2}, "a trial of 2 s does not fit into 16 s at 15 s"
     assert (watcher.left_out, watcher.added) == (1, [])
 
@@ -271,25 +254,19 @@ def test_a_resumed_race_fetches_references_of_other_cells(
         row = trial_row(cell, trial, samples_per_second=10.0 + trial, wall_seconds=2.0)
         store.write_trial(TrialRecord(**row))
     plan = Plan("run-1", "test", (open_, *tied), 3, (), 7, until_answered=True)
-    launched = Counter[str]()
-    now = lambda: 2.0 * launched.total()  # noqa: E731
-    runner = Runner(store, plan, launcher=lambda packages: None, now=now)
+    launched: list[tuple[Cell, int]] = []
+    now = lambda: 2.0 * len(launched)  # noqa: E731
+    runner = without_processes(monkeypatch, store, plan, launched, now)
     fetched: list[set[str]] = []
 
     def references(launcher: Any, cells: Sequence[Cell], announce: Any) -> dict[str, Any]:
         fetched.append({cell.workload for cell in cells})
         return no_references(launcher, cells, announce)
 
-    def run_trial(launcher: Any, cell: Cell, key: TrialKey, *rest: Any) -> TrialRecord:
-        launched[cell.workload] += 1
-        row = trial_row(cell, key.trial, samples_per_second=11.0, wall_seconds=2.0)
-        store.write_trial(trial := TrialRecord(**row))
-        return trial
-
-    monkeypatch.setattr(runner, "run_trial", run_trial)
     monkeypatch.setattr(runner._references, "of", references)
     assert runner.run(Recorder())
-    assert launched == {"gpt2-nano": 3, "llama-nano": 2}, "a quarter of the 18 s of planned rounds"
+    by_model = Counter(cell.workload for cell, _ in launched)
+    assert by_model == {"gpt2-nano": 3, "llama-nano": 2}, "a quarter of the 18 s of planned rounds"
     assert fetched == [{"gpt2-nano"}, {"llama-nano"}]
 
 
