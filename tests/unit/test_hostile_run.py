@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench.cli.show import show
 from harness.cell.cell import Cell
 from harness.record.run_record import RunRecord
 from harness.record.store import Store
@@ -24,12 +25,17 @@ from reports.publish import LIBRARIES, publish
 from reports.run_report import each, ran
 from reports.run_sections import run_page, run_text
 from reports.runs import runs_page, runs_text
+from tests.commands import told
 from tests.unit.html_page import Page
 from tests.unit.made_results import run_row, trial_rows
 from tests.unit.recording import left_out_fields
 
 OLD, NEW = "20260101T000000-aaaa", "20260102T000000-bbbb"
-NAME = '<script>alert("1")</script> \u202e\u05e9\u05dc\u05d5\u05dd ' + "n" * 500
+NAME = (
+    '<script>alert("1")</script> \u202e\u05e9\u05dc\u05d5\u05dd '
+    "\"><img src=x onerror=alert(1)>' {{ 7 * 191 }} [red]x[/red] \x1b[31m" + "n" * 500
+)
+CONTROLS = set("\x1b\u202e")
 FULL, BARE, OTHER = (Cell(strategy=name, devices=2) for name in ("ddp", NAME, ""))
 
 
@@ -60,8 +66,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 def harmless(page: Page) -> None:
     assert [tag for tag, _ in page.tags].count("script") <= 1
     assert not {"img", "iframe", "object"} & {tag for tag, _ in page.tags}
+    assert not [a for _, a in page.tags if any(name.startswith("on") for name in a)]
     assert not re.search(r"\b(nan|NaT|None|inf)\b", page.text)
-    assert "\u202e" not in page.text
+    assert "1337" not in page.text
+    assert not set(page.text) & CONTROLS
 
 
 def test_pages(store: Store, tmp_path: Path) -> None:
@@ -84,12 +92,13 @@ def test_text_and_data(store: Store) -> None:
     reports = each(whole)
     for text in (run_text(reports[-1]).text, runs_text(runs.compare_all(whole)).text):
         assert "<script>" not in text
-        assert "\u202e" not in text
+        assert "<img" not in text
+        assert not set(text) & CONTROLS
         assert not re.search(r"\b(nan|NaT|None|inf)\b", text)
-    told = json.loads(
+    document = json.loads(
         as_json(reports, **runs.as_json(runs.compare_all(whole))), parse_constant=pytest.fail
     )
-    bare = next(cell for cell in told["cells"] if cell["cell_id"] == BARE.id)
+    bare = next(cell for cell in document["cells"] if cell["cell_id"] == BARE.id)
     assert bare["label"] == NAME
     unknown = ("samples_per_second", "peak_memory_bytes", "parity_verdict", "state_bytes")
     assert {bare[name] for name in unknown} == {None}
@@ -104,6 +113,10 @@ def test_one_cell(store: Store) -> None:
     for cell in (FULL, BARE, OTHER):
         detail = in_full(results, store.steps_of(NEW, cell.id), cell.id).as_json()
         assert json.loads(json.dumps(detail, allow_nan=False))["cell"]["cell_id"] == cell.id
+        shown = told(show, cell.id, "--results", str(store.folder))
+        assert not set(shown) & CONTROLS
+        assert not re.search(r"\b(nan|None|inf)\b", shown)
+        assert (cell is FULL) or "[red]" in shown
 
 
 @pytest.mark.slow

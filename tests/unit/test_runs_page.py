@@ -24,8 +24,8 @@ from reports import runs, site
 from reports.run_report import only
 from reports.runs import SECTIONS, runs_page, runs_text
 from tests import commands
-from tests.unit.html_page import HOSTILE, Page, loads_nothing, shows_as_text
-from tests.unit.made_results import MIB, diverged_rows, left_out, run_row, trial_rows
+from tests.unit.html_page import Page, loads_nothing
+from tests.unit.made_results import MIB, left_out, run_row, trial_rows
 
 DDP, FSDP, LATE = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2", "tensor"))
 DAYS = 14
@@ -234,30 +234,3 @@ def test_the_run_before_is_of_the_same_matrix_and_hardware(tmp_path: Path) -> No
     change = found[0].change
     assert change is not None
     assert (change.headline, len(change.regressions)) == ("1 regression: slower 1", 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("text", [*HOSTILE, ""])
-def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
-    odd: dict[str, Any] = dict.fromkeys(
-        ("label", "cell_name", "parity_reason", "memory_method"), text
-    )
-    store = Store(tmp_path / "results")
-    for day in range(2):
-        rows = trials(DDP, 100.0 + day, **odd) + trials(
-            LATE, 10.0, **odd | {"peak_memory_bytes": None, "tokens_per_second": math.nan}
-        )
-        rows += diverged_rows(FSDP, **odd, reason=text) if day else trials(FSDP, 50.0, **odd)
-        names = dict.fromkeys(("host", "matrix", "cpu_model"), text)
-        versions = {"torch_version": f"{text}{day}", "libraries": json.dumps({text: str(day)})}
-        add(store, day, rows, **names, **versions)
-    (tmp_path / "<b>&'.html").write_text("")
-    view = runs.compare_all(store.load(steps=False))
-    index = site.page(site.entries(store, tmp_path), tmp_path)
-    for page in (runs_page(view).text, index):
-        shows_as_text(text, page)
-    told = runs_text(view).text
-    assert "<script>" not in told
-    assert "<img" not in told
-    assert "\u202e" not in told
-    json.dumps(runs.as_json(view), allow_nan=False)
