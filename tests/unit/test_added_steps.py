@@ -86,26 +86,6 @@ def runner_of(tmp_path: Path, plan: Plan, trials: Sequence[dict[str, Any]]) -> R
     return runner
 
 
-@pytest.mark.parametrize(
-    ("more", "extra"),
-    [({}, 6.0), ({"nodes": 2}, 0.0), ({"checkpoint": "full"}, 0.0), ({"device": "cuda"}, 0.0)],
-)
-def test_only_trials_with_a_control_are_expected_to_take_longer(
-    tmp_path: Path, more: dict[str, Any], extra: float
-) -> None:
-    cell = CELL.model_copy(update=more)
-    plan = Plan("run-1", "test", (cell,), 1, timed_seconds=2.0)
-    runner = runner_of(tmp_path, plan, [trial_row(cell, wall_seconds=5.0)])
-    assert runner._group_seconds([cell], 1) == 5.0 + extra
-
-
-def test_further_trials_of_slow_steps_take_no_longer(tmp_path: Path) -> None:
-    """Ten steps of 0.5 s exceed the planned 2 s, and nearly the 8 s of a further trial."""
-    plan = Plan("run-1", "test", (CELL,), 1, timed_seconds=2.0)
-    row = trial_row(CELL, wall_seconds=9.0, step_seconds_mean=0.5)
-    assert runner_of(tmp_path, plan, [row])._group_seconds([CELL], 1) == 9.0 + 8.0 - 5.0
-
-
 def test_a_heat_takes_as_long_as_its_steps(tmp_path: Path) -> None:
     """Six turns of three steps of 2 s take longer than HEAT_SECONDS."""
     plan = Plan("run-1", "test", (CELL, OTHER), 1, timed_seconds=2.0)

@@ -5,45 +5,42 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 
 import pytest
 
 from harness.analysis.consistency import ControlLevels, control_levels
 from harness.cell.cell import Cell
 from harness.record.trial import TrialRecord
-from tests.unit.made_results import stored, trial_rows
+from tests.unit.made_results import trial_rows
 
 STRATEGIES = [f"strategy{number}" for number in range(12)]
 LAUNCHERS = {"elastic": 0.0, "mpirun": math.log(0.96)}
 
 
-@pytest.fixture(scope="module")
-def trials(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, TrialRecord]:
-    """One trial per strategy; mpirun starts the last four."""
-    rows = []
+def trials() -> dict[str, TrialRecord]:
+    """Returns one trial per strategy; mpirun starts the last four."""
+    found = {}
     for name in STRATEGIES:
         launcher = "mpirun" if name in STRATEGIES[-4:] else "elastic"
-        rows += [row | {"launcher": launcher} for row in trial_rows(Cell(strategy=name), [8.0])]
-    frame = stored(tmp_path_factory.mktemp("results"), rows).trials
-    return {trial.strategy: trial for trial in TrialRecord.from_frame(frame)}
+        (row,) = trial_rows(Cell(strategy=name), [8.0], launcher=launcher)
+        found[name] = TrialRecord(**row)
+    return found
 
 
-def levels(trials: Mapping[str, TrialRecord], biased: bool, seed: int) -> ControlLevels:
+def levels(biased: bool, seed: int) -> ControlLevels:
     """Simulates six rounds on a machine whose speed drifts by half. Next to mpirun, a biased
     control takes 0.96 times as long."""
-    chance = random.Random(seed)
+    chance, by_name = random.Random(seed), trials()
     began, run = datetime(2026, 1, 1, tzinfo=timezone.utc), []
     for _ in range(6):
         for name in chance.sample(STRATEGIES, len(STRATEGIES)):
-            bias = LAUNCHERS[str(trials[name].launcher)] if biased else 0.0
+            bias = LAUNCHERS[str(by_name[name].launcher)] if biased else 0.0
             drift = 0.25 * math.sin(len(run) / 40)
             seconds = 0.1 * math.exp(drift + bias + chance.gauss(0, 0.015))
             run.append(
                 dataclasses.replace(
-                    trials[name],
+                    by_name[name],
                     started_at=began + timedelta(seconds=5 * len(run)),
                     window_step_seconds=[1.0],
                     window_control_seconds=[seconds],
@@ -54,8 +51,8 @@ def levels(trials: Mapping[str, TrialRecord], biased: bool, seed: int) -> Contro
     return found
 
 
-def test_control_that_depends_on_the_launcher_is_seen(trials: Mapping[str, TrialRecord]) -> None:
-    found = levels(trials, biased=True, seed=1)
+def test_control_that_depends_on_the_launcher_is_seen() -> None:
+    found = levels(biased=True, seed=1)
     assert not found.by_chance
     assert found.labels == len(STRATEGIES)
     elastic, mpirun = found.launchers
@@ -64,10 +61,10 @@ def test_control_that_depends_on_the_launcher_is_seen(trials: Mapping[str, Trial
     assert mpirun.ratio / elastic.ratio == pytest.approx(0.96, abs=0.012)
 
 
-def test_an_unbiased_control_raises_no_alarm(trials: Mapping[str, TrialRecord]) -> None:
-    assert sum(levels(trials, biased=False, seed=seed).by_chance for seed in range(20)) >= 18
+def test_an_unbiased_control_raises_no_alarm() -> None:
+    assert sum(levels(biased=False, seed=seed).by_chance for seed in range(20)) >= 18
 
 
-def test_one_strategy_has_nothing_to_compare(tmp_path: Path) -> None:
+def test_one_strategy_has_nothing_to_compare() -> None:
     rows = trial_rows(Cell(strategy="ddp"), [8.0, 8.1, 7.9])
-    assert control_levels(TrialRecord.from_frame(stored(tmp_path, rows).trials)) is None
+    assert control_levels([TrialRecord(**row) for row in rows]) is None

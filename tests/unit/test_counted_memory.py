@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,45 +59,33 @@ def rehearsed(folder: Path, recipe: Recipe) -> RankMemory:
     return rehearse(cell_of(folder, recipe), (0,)).fullest
 
 
+SHARDED: dict[str, Any] = {"sharding": "full", "recompute": "full", "sequence": 32}
+
+
 @pytest.mark.slow
 @quiet
 @pytest.mark.usefixtures("without_gloo")
 @pytest.mark.parametrize(
-    ("precision", "gpus", "vocabulary", "tied"),
+    ("recipe", "vocabulary", "tied"),
     [
-        ("bf16", 8, 32000, False),
-        ("bf16", 2, 32000, True),
-        ("fp32", 8, 32000, False),
-        ("pure-bf16", 8, 4000, False),
+        (Recipe("bf16", gpus=8, **SHARDED), 32000, False),
+        (Recipe("bf16", gpus=2, **SHARDED), 32000, True),
+        (Recipe("fp32", gpus=8, **SHARDED), 32000, False),
+        (Recipe("pure-bf16", gpus=8, **SHARDED), 4000, False),
+        (Recipe(adapter=Adapter(8), gpus=8, **SHARDED), 8000, False),
+        (Recipe("bf16", recompute="full", sequence=32), 8000, False),
+        (Recipe("bf16", sequence=1024), 8000, False),
+        (Recipe("bf16", gpus=2, sequence=1024), 8000, False),
+        (Recipe("pure-bf16", gpus=2, sequence=1024), 8000, False),
     ],
+    ids=["units", "tied", "fp32", "pure", "lora", "freed", "casts", "buckets", "uncast"],
 )
-def test_gradients_and_gathered_parameters_are_counted_as_fsdp2_holds_them(
-    tmp_path: Path, precision: Precision, gpus: int, vocabulary: int, tied: bool
+def test_casts_buckets_gradients_and_gathers_live_as_long_as_in_torch(
+    tmp_path: Path, recipe: Recipe, vocabulary: int, tied: bool
 ) -> None:
-    """Embedding and head are one unit, whose gradients are whole until backward has ended."""
+    """In FSDP2, embedding and head are one unit, whose gradients are whole until backward has
+    ended."""
     save_config(tmp_path, "llama", **SIZES, vocab_size=vocabulary, tie_word_embeddings=tied)
-    shape = parse_shape(f"hf:{tmp_path}/config.json")
-    recipe = Recipe(precision, gpus=gpus, sharding="full", recompute="full", sequence=32)
-    counted = footprint(shape, recipe).peak - WORKSPACE_BYTES
-    assert counted == pytest.approx(rehearsed(tmp_path, recipe).peak_bytes, rel=0.04)
-
-
-@pytest.mark.slow
-@quiet
-@pytest.mark.usefixtures("without_gloo")
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        Recipe("bf16", recompute="full", sequence=32),
-        Recipe("bf16", sequence=1024),
-        Recipe("bf16", gpus=2, sequence=1024),
-        Recipe("pure-bf16", gpus=2, sequence=1024),
-        Recipe(adapter=Adapter(8), gpus=8, sharding="full", recompute="full", sequence=32),
-    ],
-    ids=["casts-freed", "casts", "buckets", "no-casts", "first-gathers"],
-)
-def test_casts_buckets_and_gathers_live_as_long_as_in_torch(tmp_path: Path, recipe: Recipe) -> None:
-    save_config(tmp_path, "llama", **SIZES, vocab_size=8000, tie_word_embeddings=False)
     counted = footprint(parse_shape(f"hf:{tmp_path}/config.json"), recipe).peak - WORKSPACE_BYTES
     assert counted == pytest.approx(rehearsed(tmp_path, recipe).peak_bytes, rel=0.03)
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
 import json
 import pkgutil
 import re
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,9 +18,9 @@ from bench.cluster.site import Nightly, Notify, Pods, Site
 from bench.matrix import matrix_names, read_matrix
 from harness.host.gpu_models import gpu_models
 from harness.record.files import TABLES
+from harness.record.table import Record
 from harness.seam.registry import strategies
 from tests import pages
-from tests.unit.column_meanings import meanings
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -28,6 +33,31 @@ DOCUMENTS = [
 ]
 MADE = {"slurm/site.yaml"}
 """Files that users create."""
+
+
+def meanings(table: type[Record]) -> dict[str, str]:
+    """Returns the description of each column: the docstring under its field."""
+    by_column: dict[str, str] = {}
+    for cls in reversed(table.__mro__):
+        if dataclasses.is_dataclass(cls):
+            (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+            assert isinstance(body, ast.ClassDef)
+            by_column |= _field_docstrings(body.body)
+    return {column.name: by_column.get(column.name, "") for column in table.columns()}
+
+
+def _field_docstrings(body: Iterable[ast.stmt]) -> dict[str, str]:
+    by_column, name = {}, ""
+    for statement in body:
+        match statement:
+            case ast.AnnAssign(target=ast.Name(id=str(field))):
+                name = field
+            case ast.Expr(value=ast.Constant(value=str(text))) if name:
+                by_column[name] = " ".join(text.split())
+                name = ""
+            case _:
+                name = ""
+    return by_column
 
 
 def strategy_table() -> list[str]:
@@ -137,17 +167,6 @@ def test_links_to_a_heading_lead_to_one() -> None:
         for file, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", prose(document)):
             target = document.parent / file if file else document
             assert anchor in anchors(target), f"{document.name} links to {file}#{anchor}"
-
-
-def test_prose_is_at_most_100_columns_wide() -> None:
-    """Tables, code and unbreakable lines are exempt."""
-    for document in DOCUMENTS:
-        code = False
-        for number, line in enumerate(document.read_text().splitlines(), 1):
-            code ^= line.lstrip().startswith("```")
-            if code or line.startswith(("|", "![")) or " " not in line.strip(" -"):
-                continue
-            assert len(line) <= 100, f"{document.name}:{number} has {len(line)} columns"
 
 
 def python_files() -> list[Path]:

@@ -132,7 +132,7 @@ def test_without_combinations_there_is_no_section(chosen: slice) -> None:
     assert effects_of(combinations()[chosen]) == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_tune_leaves_out_what_does_not_fit() -> None:
     matrix = read_matrix("tune")
     all_there = expand(matrix, Host("cpu", 2, 2**34))

@@ -7,7 +7,6 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +26,8 @@ from harness.analysis.ranking import (
 from harness.analysis.stats import Comparison, LogEstimate, between_runs, ratio
 from harness.analysis.summary import cell_results
 from harness.cell.cell import Cell
-from tests.unit.made_results import stored, trial_rows
+from tests.unit.made_results import trial_rows
+from tests.unit.stored_trials import frame_of
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def _rows(cell: Cell, seconds: Sequence[float], controls: Sequence[float], **mor
 
 
 @pytest.fixture
-def cells(tmp_path: Path) -> list[CellResult]:
+def cells() -> list[CellResult]:
     """The second round runs at half speed. Cell b is 10 % slower than a, c is inexact and 25 %
     faster, and d is oversubscribed."""
     slow = [1.0, 2.0, 1.0]
@@ -259,7 +259,7 @@ def cells(tmp_path: Path) -> list[CellResult]:
         exact = [1.0, 1.004, 0.996]
         seconds = [step * s * e for s, e in zip(slow, exact, strict=True)]
         rows += _rows(cell, seconds, controls, **more)
-    return cell_results(stored(tmp_path, rows).trials)
+    return cell_results(frame_of(rows))
 
 
 def first_and_second(cells: Sequence[CellResult], behind: float, error: float) -> list[CellResult]:
@@ -297,7 +297,7 @@ def test_adjusted_figures_forget_the_slow_round(cells: list[CellResult]) -> None
 
 
 @pytest.mark.slow
-def test_crowded_cells_do_not_affect_others(tmp_path: Path) -> None:
+def test_crowded_cells_do_not_affect_others() -> None:
     """Noise of crowded cells changes neither the intervals nor the coefficients of other cells."""
     chance = random.Random(3)
     quiet = []
@@ -313,7 +313,7 @@ def test_crowded_cells_do_not_affect_others(tmp_path: Path) -> None:
     alone, together = (
         {c.cell_id: c.speed.log_throughput for c in cell_results(trials)}
         for name, rows in (("a", quiet), ("b", quiet + crowded))
-        for trials in [stored(tmp_path / name, rows).trials]
+        for trials in [frame_of(rows)]
     )
     assert len(together) == 30
     for cell_id, before in alone.items():
@@ -375,37 +375,37 @@ def test_no_advice_where_there_is_nothing_to_choose(cells: list[CellResult]) -> 
     assert answer(crowded) is None
 
 
-def test_no_advice_on_one_trial_per_cell(tmp_path: Path) -> None:
+def test_no_advice_on_one_trial_per_cell() -> None:
     """Cells with one trial still race. The third cell's two trials give all cells an interval."""
     rows = _rows(Cell(strategy="a", devices=2), [1.0], [0.1])
     rows += _rows(Cell(strategy="b", devices=2), [1.1], [0.1], wraps_ddp="torchrun")
-    once = cell_results(stored(tmp_path / "once", rows).trials)
+    once = cell_results(frame_of(rows))
     assert nothing_to_choose(once) == ""
     assert why_no_advice(once) != ""
     assert answer(once) is None
     rows += _rows(Cell(strategy="c", devices=2), [1.2, 1.21], [0.1, 0.1])
-    repeated = cell_results(stored(tmp_path / "repeated", rows).trials)
+    repeated = cell_results(frame_of(rows))
     assert why_no_advice(repeated) == ""
     assert answer(repeated) is not None
 
 
-def test_the_baseline_with_more_trials_is_chosen(tmp_path: Path) -> None:
+def test_the_baseline_with_more_trials_is_chosen() -> None:
     """Weak scaling on one device is the same training, so picking the faster one would be luck."""
     rows = _rows(Cell(strategy="single", regime="weak"), [0.9, 0.9], [0.1, 0.1])
     rows += _rows(Cell(strategy="single"), [1.0, 1.0, 1.0], [0.1, 0.1, 0.1])
-    fastest, other = cell_results(stored(tmp_path, rows).trials)
+    fastest, other = cell_results(frame_of(rows))
     assert (fastest.trials, other.trials) == (2, 3)
     assert baseline_of([fastest, other]) is other
     assert fastest.relative.baseline == other.cell_id
 
 
-def test_every_cell_is_compared_with_the_baseline_that_was_chosen(tmp_path: Path) -> None:
+def test_every_cell_is_compared_with_the_baseline_that_was_chosen() -> None:
     rows = [
         row
         for name, seconds in (("single", 1.0), ("a", 0.5), ("b", 0.8))
         for row in _rows(Cell(strategy=name), [seconds, seconds * 1.01], [0.1, 0.1])
     ]
-    trials = stored(tmp_path, rows).trials
+    trials = frame_of(rows)
     for chosen, expected in ((None, 2.0), (lambda cell: cell.strategy == "b", 1.6)):
         by_name = {cell.cell.strategy: cell for cell in cell_results(trials, chosen)}
         a, baseline = by_name["a"], by_name["b" if chosen else "single"]
@@ -417,7 +417,7 @@ def test_every_cell_is_compared_with_the_baseline_that_was_chosen(tmp_path: Path
         assert (baseline.relative.over_baseline, baseline.relative.over_baseline_low) == (1.0, None)
 
 
-def test_the_chosen_baseline_is_the_plainest_cell_that_matches(tmp_path: Path) -> None:
+def test_the_chosen_baseline_is_the_plainest_cell_that_matches() -> None:
     """Trials are recorded in the order of cell ids, which are hashes."""
     sharded = Cell(strategy="fsdp2", devices=2)
     variants = [
@@ -426,7 +426,7 @@ def test_the_chosen_baseline_is_the_plainest_cell_that_matches(tmp_path: Path) -
     ]
     rows = [row for cell in variants for row in _rows(cell, [0.5, 0.5, 0.5], [0.1] * 3)]
     rows += _rows(sharded, [1.0, 1.0], [0.1, 0.1])
-    results = cell_results(stored(tmp_path, rows).trials)
+    results = cell_results(frame_of(rows))
     for pattern, expected in (("fsdp2", sharded), ("fsdp2(*", variants[0])):
         chosen = baseline_choice(pattern, [sharded, *variants])
         baseline = baseline_of(sorted(results, key=lambda r: r.cell != variants[0]), chosen)

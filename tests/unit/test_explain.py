@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from bench.cli.profile import find_cell, name_ranks
+from bench.cli.profile import name_ranks
 from harness.cell.cell import Cell
 from harness.cell.errors import UsageError
 from harness.launch.outcome import Outcome
 from harness.measure.memory_kinds import peak_split
 from harness.measure.rank_traffic import Call, algorithm_bytes, counting, logical_bytes
 from harness.measure.step_breakdown import Event, breakdown, own_seconds, stacks, straggler
-from harness.record.plan import Plan
 from harness.record.profile_record import COMPONENTS, SPLIT
 from harness.record.run_record import RunRecord
 from harness.record.store import Store, load
@@ -404,20 +403,6 @@ def test_a_trace_without_the_step_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rank0.json.gz").write_bytes(gzip.compress(text))
     with pytest.raises(UsageError, match="rank 0 has no event"):
         name_ranks(tmp_path)
-
-
-def test_cells_to_profile_by_id_name_and_options(tmp_path: Path) -> None:
-    cell = Cell(strategy="ddp", devices=2, workload="llama-nano", options={"static_graph": True})
-    store = Store(tmp_path)
-    store.write_run(
-        RunRecord(**{**one_cell_run(), "plan": Plan("run-1", "m", (cell,), 1).to_json()})
-    )
-    assert find_cell(cell.id, "smoke", [], tmp_path) == cell
-    assert find_cell(cell.name, "smoke", [], tmp_path) == cell
-    assert find_cell("ddp:bucket_cap_mb=3", "smoke", [], tmp_path).options == {"bucket_cap_mb": 3}
-    for word, settings in (("ddp:fast", []), (cell.id, ["batch=4"])):
-        with pytest.raises(UsageError):
-            find_cell(word, "smoke", settings, tmp_path)
 
 
 def test_the_report_shows_where_time_goes_only_for_profiled_cells(tmp_path: Path) -> None:

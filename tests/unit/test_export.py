@@ -16,15 +16,11 @@ import yaml
 from typer.testing import CliRunner
 
 from bench.cli import app
-from bench.expand import cells_of, expand
+from bench.expand import expand
 from bench.matrix import Host, read_matrix
-from bench.select import find_cells, plainest
 from harness.cell.cell import Cell
 from harness.cell.errors import UsageError
 from harness.export import TARGETS, export_files, plan_of, taken_by, write_files
-from harness.record.plan import Plan
-from harness.record.store import Store
-from harness.run.runner import Runner
 from harness.seam.registry import make_strategy
 from harness.workloads import make_workload
 from tests.tiny_models import save_config
@@ -238,29 +234,6 @@ def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "new"]
     (tmp_path / "empty").mkdir()
     write_files({"a": "b"}, tmp_path / "empty")
-
-
-def find(word: str, matrix: str, settings: list[str], results: Path) -> list[Cell]:
-    return find_cells(cells_of(matrix, settings), word, matrix, Store(results))
-
-
-def test_which_cell_is_meant(tmp_path: Path) -> None:
-    cells = find("ddp", "full", [], tmp_path)
-    assert len(cells) > 5
-    assert (plainest(cells).label, plainest(cells).devices) == ("ddp", 2)
-    chosen = find("ddp(comm_hook=powersgd)*", "full", [], tmp_path)
-    assert [c.options for c in chosen] == [{"comm_hook": "powersgd"}]
-    assert find(chosen[0].id, "full", [], tmp_path) == chosen
-    on_gpus = plainest(find("fsdp2", "full", ["device=cuda", "devices=8"], tmp_path))
-    assert (on_gpus.device, on_gpus.devices, on_gpus.options) == ("cuda", 8, {})
-
-
-def test_a_cell_of_the_results_is_found_by_its_id(tmp_path: Path) -> None:
-    mine = small("ddp", learning_rate=0.123)
-    Runner(Store(tmp_path / "results"), Plan.new("own", [mine], 1, [])).begin()
-    assert find(mine.id, "smoke", [], tmp_path / "results") == [mine]
-    with pytest.raises(UsageError, match="0123456789ab"):
-        find("0123456789ab", "smoke", [], tmp_path / "results")
 
 
 def test_the_command_writes_and_says_so(tmp_path: Path) -> None:

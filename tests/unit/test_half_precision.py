@@ -43,6 +43,7 @@ from tests.unit.made_results import (
     timed_and_checked,
     trial_rows,
 )
+from tests.unit.stored_trials import frame_of
 from tests.unit.test_cli import here
 
 ROOT = Path(__file__).parents[2]
@@ -56,10 +57,10 @@ def in_precision(cells: list[CellResult], precision: str) -> list[CellResult]:
 
 @pytest.mark.parametrize(("precision", "device"), [("bf16", "cpu"), ("fp16", "cuda")])
 def test_half_precision_gets_advice_a_baseline_and_further_rounds(
-    tmp_path: Path, precision: str, device: str
+    precision: str, device: str
 ) -> None:
     run = timed_and_checked(2, precision, device)
-    trials = stored(tmp_path, run.rows).trials
+    trials = frame_of(run.rows)
     cells = cell_results(trials)
     group = in_precision(cells, precision)
     found = answer(group)
@@ -78,7 +79,7 @@ def test_half_precision_gets_advice_a_baseline_and_further_rounds(
     assert set().union(*heats) == {cell.cell_id for cell in racing}
 
 
-def test_a_cell_is_judged_by_its_twin_in_fp32_where_the_run_has_one(tmp_path: Path) -> None:
+def test_a_cell_is_judged_by_its_twin_in_fp32_where_the_run_has_one() -> None:
     twins: dict[str, dict[str, Any]] = {
         "exact": {},
         "within tolerance": {"parity_verdict": "within tolerance", "parity_reason": "rounding"},
@@ -94,7 +95,7 @@ def test_a_cell_is_judged_by_its_twin_in_fp32_where_the_run_has_one(tmp_path: Pa
         rows += trial_rows(twin, [10.0], **changes)
         other = Cell(strategy="ddp", options=options, workload="resnet-micro")
         rows += trial_rows(other, [10.0], parity_verdict="within tolerance")
-    group = in_precision(cell_results(stored(tmp_path, rows).trials), "bf16")
+    group = in_precision(cell_results(frame_of(rows)), "bf16")
     assert {cell.parity.fp32_twin: cell.parity.same_training for cell in group} == {
         "exact": True,
         "within tolerance": False,
@@ -111,16 +112,14 @@ def test_a_cell_is_judged_by_its_twin_in_fp32_where_the_run_has_one(tmp_path: Pa
     ],
     ids=["nearest", "worst of equally near"],
 )
-def test_one_of_several_twins_counts(
-    tmp_path: Path, twins: dict[str, dict[int, str]], counts: str
-) -> None:
+def test_one_of_several_twins_counts(twins: dict[str, dict[int, str]], counts: str) -> None:
     half = Cell(strategy="ddp", precision="bf16", workload="llama-mini")
     rows = half_rows(half, [10.0, 10.1])
     for axis, verdicts in twins.items():
         for value, verdict in verdicts.items():
             twin = half.model_copy(update={"precision": "fp32", axis: value})
             rows += trial_rows(twin, [10.0], parity_verdict=verdict)
-    (cell,) = in_precision(cell_results(stored(tmp_path, rows).trials), "bf16")
+    (cell,) = in_precision(cell_results(frame_of(rows)), "bf16")
     assert cell.parity.fp32_twin == counts
 
 
@@ -128,12 +127,10 @@ def test_one_of_several_twins_counts(
     ("verdict", "reason"),
     [("within tolerance", "gradients travel in fp16"), ("exact", EMULATED.reason)],
 )
-def test_rounding_and_emulation_in_fp32_are_another_training(
-    tmp_path: Path, verdict: str, reason: str
-) -> None:
+def test_rounding_and_emulation_in_fp32_are_another_training(verdict: str, reason: str) -> None:
     parity = {"parity_verdict": verdict, "parity_reason": reason}
     rows = trial_rows(Cell(strategy="ddp"), [10.0, 10.1], **parity)
-    (cell,) = cell_results(stored(tmp_path, rows).trials)
+    (cell,) = cell_results(frame_of(rows))
     assert not cell.parity.same_training
 
 
@@ -199,8 +196,6 @@ def test_a_dry_run_names_the_headline_its_baseline_and_candidates() -> None:
     assert found["baseline_cell_id"] == expected.baseline.id
     assert found["candidate_cell_ids"] == [cell.id for cell in expected.candidates]
     assert found["cells"] == len(expected.cells)
-    text = here(*words).stdout
-    assert str(len(expected.candidates)) in text.split("headline:")[1].splitlines()[0]
 
 
 def test_a_planned_baseline_compiles_nothing() -> None:
@@ -253,16 +248,16 @@ def leading_cell(rows: tuple[Any, ...], strategy: str) -> str:
     return next(cell.cell_id for cell in rows if cell.cell.strategy == strategy)
 
 
-def test_without_a_plan_the_headline_is_the_largest_group(tmp_path: Path) -> None:
-    groups = find_groups(cell_results(stored(tmp_path, timed_and_checked(8).rows).trials))
+def test_without_a_plan_the_headline_is_the_largest_group() -> None:
+    groups = find_groups(cell_results(frame_of(timed_and_checked(8).rows)))
     largest = headline(groups)
     assert largest is not None
     assert largest.rows[0].cell.precision == "fp32"
 
 
-def test_cells_that_are_launched_once_buy_no_launches(tmp_path: Path) -> None:
+def test_cells_that_are_launched_once_buy_no_launches() -> None:
     rows, plan = timed_and_checked(8)
-    trials = stored(tmp_path, rows).trials
+    trials = frame_of(rows)
     reached = precision(timed(cell_results(trials), plan.not_compared))
     assert reached is not None
     assert reached.cells == 4
