@@ -210,6 +210,11 @@ class Strategy(CostModel, BaseModel, ABC):
         """Steps after which the work repeats, such as a period of averaging."""
         return 1
 
+    @property
+    def settling_steps(self) -> int:
+        """Number of first steps that allocate something, such as the optimizer's state."""
+        return 1
+
     def rewind_skipped_reason(self, cell: Cell) -> str:
         """Returns why restoring the registered state cannot rewind training; empty if it can."""
         return "the number of its steps is fixed" if self.capabilities.fixed_steps else ""

@@ -93,6 +93,10 @@ class Ddp(Strategy):
         early = first_replayed(cell.parity_steps) <= FIRST_COMPRESSED
         return "PowerSGD's errors begin too late" if early and self.comm_hook == "powersgd" else ""
 
+    @property
+    def settling_steps(self) -> int:
+        return FIRST_COMPRESSED + 1 if self.comm_hook == "powersgd" else 1
+
     def ddp_equivalent_of(self, cell: Cell) -> str | None:
         names = {"elastic": "torchrun", "spawn": "torch.multiprocessing.spawn"}
         return None if self.model_fields_set else names[cell.launcher]

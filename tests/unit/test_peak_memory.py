@@ -21,7 +21,6 @@ WITHIN = 0.04
 EXCEPTIONS: dict[str, tuple[float, str]] = {
     "hybrid": (0.08, "does not divide the gradients by the replicas"),
     "fsdp1": (0.06, "counts two gathered blocks, also without prefetch"),
-    "powersgd": (0.06, "counts PowerSGD's buffers, which the first two steps do not make"),
     "gpipe": (0.065, "counts temporaries of the loss for each micro-batch"),
     "looped_bfs": (0.065, "counts temporaries of the loss for each micro-batch"),
     "vertical": (0.05, "counts temporaries of the loss next to all gradients"),

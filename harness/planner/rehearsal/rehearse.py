@@ -32,8 +32,6 @@ from harness.workloads.recompute import recompute_blocks
 if TYPE_CHECKING:
     from torch import nn
 
-FIRST_STEPS = 1
-"""Steps before those that repeat; the first creates the optimizer's state."""
 DEPTHS = (3, 4, 5)
 """Block counts of the shallow models; the third shows whether memory grows evenly."""
 _UNEVEN = 1e-4
@@ -87,7 +85,7 @@ class RankPeaks:
 def rehearse_rank(
     cell: Cell, strategy: Strategy, layout: Layout, workload: Workload, rank: int
 ) -> RankPeaks:
-    """Rehearses one rank: set-up, first step and one cycle (see Strategy.cycle).
+    """Rehearses one rank: set-up, settling steps and one cycle (see Strategy.cycle).
 
     Raises torch's exception for an operator without fake tensors.
     """
@@ -99,7 +97,7 @@ def rehearse_rank(
             step = strategy.setup(job)
             assert job.train_state is not None
             ledger.mark_states(job.train_state)
-            for index in range(FIRST_STEPS + strategy.cycle):
+            for index in range(strategy.settling_steps + strategy.cycle):
                 ledger.begin_step(index)
                 step(fake_batch(job, index))
                 ledger.mark_states(job.train_state)
