@@ -3,7 +3,7 @@
 # - torch's CUDA build from the package index
 # - Horovod with NCCL: compiled and linked by the package index's compiler, and imported
 # - DeepSpeed's compiled parts next to CUDA
-# - all tests in tests/gpu, and the tests with fake CUDA tensors
+# - all tests in tests/gpu
 # - the matrix smoke on the CPU
 # It checks tracked files as they are now, committed or not, and ignores untracked ones. cuda_check.sh --clear removes the environment.
 set -euo pipefail
@@ -38,9 +38,8 @@ wheel=$(grep horovod- .venv/.wheels)
 say "Horovod's wheel: $(stat --format %s "$wheel") bytes, $wheel"
 cat "${wheel%/*}/built-for.txt"
 .venv/bin/python -m tests.gpu.cuda_build
-say "running tests/gpu, then the tests with fake CUDA tensors"
+say "running tests/gpu"
 .venv/bin/python -m pytest tests/gpu
-.venv/bin/python -m tests.gpu.fake_cuda
 say "running the matrix smoke on the CPU"
 .venv/bin/python -m bench run --matrix smoke
 say "everything passed; scripts/cuda_check.sh --clear frees $(du -sh "$copy" | cut -f1)"

@@ -14,14 +14,8 @@ def main() -> int:
         f"torch {torch.__version__} has no CUDA: the package index serves another build, or a local"
         " source shadows it"
     )
-    print(
-        "torch",
-        torch.__version__,
-        "with CUDA",
-        torch.version.cuda,
-        "and NCCL",
-        ".".join(map(str, torch.cuda.nccl.version())),
-    )
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    print(f"torch {torch.__version__} with CUDA {torch.version.cuda} and NCCL {nccl}")
     print("Horovod: NCCL", horovod())
     print("DeepSpeed with CUDA:", ", ".join(deepspeed()))
     assert not torch.cuda.is_initialized(), "an import initialised CUDA"
@@ -59,12 +53,9 @@ def deepspeed() -> list[str]:
 
     OpBuilder.jit_load = compiles
     assert get_accelerator()._name == "cuda"
+    parts = _deepspeed.compiled_parts()
     builders = (CPUAdamBuilder(), AsyncIOBuilder())
-    return [
-        builder.load().__name__
-        for builder in builders
-        if builder.name in _deepspeed.compiled_parts()
-    ]
+    return [builder.load().__name__ for builder in builders if builder.name in parts]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +77,28 @@ class FakeGpu:
 
 Handle = FakeGpu | FakeSlice
 
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "nvmlDeviceGetPciInfo": lambda gpu: SimpleNamespace(busId=gpu.bus_id.encode()),
+    "nvmlDeviceGetCudaComputeCapability": lambda gpu: gpu.capability,
+    "nvmlDeviceGetMigMode": lambda gpu: [int(gpu.slices is not None)] * 2,
+    "nvmlDeviceGetMaxMigDeviceCount": lambda gpu: 7 if gpu.slices is not None else 0,
+    "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: gpu.reasons,
+    "nvmlDeviceGetTemperature": lambda gpu, sensor: gpu.celsius,
+    "nvmlDeviceGetPowerUsage": lambda gpu: gpu.milliwatts,
+    "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: gpu.enforced_limit_milliwatts,
+    "nvmlDeviceGetPowerManagementDefaultLimit": lambda gpu: gpu.default_limit_milliwatts,
+    "nvmlDeviceGetEccMode": lambda gpu: [int(gpu.ecc)] * 2,
+    "nvmlDeviceGetPersistenceMode": lambda gpu: int(gpu.persistent),
+    "nvmlDeviceGetTotalEnergyConsumption": lambda gpu: gpu.millijoules,
+    "nvmlDeviceGetCpuAffinity": lambda gpu, words: _bits(gpu.cores, words),
+    "nvmlDeviceGetMemoryAffinity": lambda gpu, words, scope: _bits([gpu.numa_node], words),
+    "nvmlDeviceGetClockInfo": lambda gpu, kind: (gpu.sm_mhz, gpu.memory_mhz)[kind // 2],
+    "nvmlDeviceGetMaxClockInfo": lambda gpu, kind: (gpu.sm_max_mhz, gpu.memory_max_mhz)[kind // 2],
+    "nvmlDeviceGetTotalEccErrors": lambda gpu, kind, since: gpu.uncorrected_errors * kind,
+}
+"""Functions that only read a GPU's field. Of the constants that they take, 1 stands for clocks of
+multiprocessors and for uncorrected errors, and 2 for clocks of memory."""
+
 
 @dataclass
 class FakeNvml:
@@ -90,6 +112,8 @@ class FakeNvml:
     """Number of starts without a shutdown."""
 
     def __getattr__(self, name: str) -> Any:
+        if answer := ANSWERS.get(name):
+            return lambda handle, *given: answer(self._of(handle, name), *given)
         value = getattr(real, name)
         if name.startswith("nvml") and callable(value):
             raise AttributeError(f"the stand-in for NVML has no {name}")
@@ -154,26 +178,6 @@ class FakeNvml:
         total = handle.memory_bytes
         return SimpleNamespace(total=total, used=used, free=total - used)
 
-    def nvmlDeviceGetPciInfo(self, handle: Handle) -> Any:
-        return SimpleNamespace(busId=self._of(handle, "nvmlDeviceGetPciInfo").bus_id.encode())
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle: Handle) -> tuple[int, int]:
-        return self._of(handle, "nvmlDeviceGetCudaComputeCapability").capability
-
-    def nvmlDeviceGetCpuAffinity(self, handle: Handle, words: int) -> Any:
-        return _bits(self._of(handle, "nvmlDeviceGetCpuAffinity").cores, words)
-
-    def nvmlDeviceGetMemoryAffinity(self, handle: Handle, words: int, scope: int) -> Any:
-        assert scope == real.NVML_AFFINITY_SCOPE_NODE
-        return _bits([self._of(handle, "nvmlDeviceGetMemoryAffinity").numa_node], words)
-
-    def nvmlDeviceGetMigMode(self, handle: Handle) -> list[int]:
-        mode = int(self._of(handle, "nvmlDeviceGetMigMode").slices is not None)
-        return [mode, mode]
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Handle) -> int:
-        return 7 if self._of(handle, "nvmlDeviceGetMaxMigDeviceCount").slices is not None else 0
-
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Handle, index: int) -> FakeSlice:
         slices = self._of(handle, "nvmlDeviceGetMigDeviceHandleByIndex").slices or []
         if index >= len(slices):
@@ -185,50 +189,9 @@ class FakeNvml:
             raise real.NVMLError(real.NVML_ERROR_INVALID_ARGUMENT)
         return handle.parent
 
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Handle) -> int:
-        return self._of(handle, "nvmlDeviceGetCurrentClocksEventReasons").reasons
-
-    def nvmlDeviceGetClockInfo(self, handle: Handle, kind: int) -> int:
-        device = self._of(handle, "nvmlDeviceGetClockInfo")
-        return {real.NVML_CLOCK_SM: device.sm_mhz, real.NVML_CLOCK_MEM: device.memory_mhz}[kind]
-
-    def nvmlDeviceGetMaxClockInfo(self, handle: Handle, kind: int) -> int:
-        device = self._of(handle, "nvmlDeviceGetMaxClockInfo")
-        clocks = {real.NVML_CLOCK_SM: device.sm_max_mhz, real.NVML_CLOCK_MEM: device.memory_max_mhz}
-        return clocks[kind]
-
-    def nvmlDeviceGetTemperature(self, handle: Handle, sensor: int) -> int:
-        assert sensor == real.NVML_TEMPERATURE_GPU
-        return self._of(handle, "nvmlDeviceGetTemperature").celsius
-
-    def nvmlDeviceGetPowerUsage(self, handle: Handle) -> int:
-        return self._of(handle, "nvmlDeviceGetPowerUsage").milliwatts
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Handle) -> int:
-        return self._of(handle, "nvmlDeviceGetEnforcedPowerLimit").enforced_limit_milliwatts
-
-    def nvmlDeviceGetPowerManagementDefaultLimit(self, handle: Handle) -> int:
-        device = self._of(handle, "nvmlDeviceGetPowerManagementDefaultLimit")
-        return device.default_limit_milliwatts
-
-    def nvmlDeviceGetTotalEccErrors(self, handle: Handle, kind: int, since: int) -> int:
-        assert since == real.NVML_VOLATILE_ECC
-        device = self._of(handle, "nvmlDeviceGetTotalEccErrors")
-        uncorrected = kind == real.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-        return device.uncorrected_errors if uncorrected else 0
-
-    def nvmlDeviceGetEccMode(self, handle: Handle) -> list[int]:
-        return [int(self._of(handle, "nvmlDeviceGetEccMode").ecc)] * 2
-
-    def nvmlDeviceGetPersistenceMode(self, handle: Handle) -> int:
-        return int(self._of(handle, "nvmlDeviceGetPersistenceMode").persistent)
-
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Handle) -> list[Any]:
         owner = handle if isinstance(handle, FakeSlice) else self._of(handle, "processes")
         return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in owner.processes]
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Handle) -> int:
-        return self._of(handle, "nvmlDeviceGetTotalEnergyConsumption").millijoules
 
     def nvmlDeviceGetViolationStatus(self, handle: Handle, policy: int) -> Any:
         device = self._of(handle, "nvmlDeviceGetViolationStatus")
@@ -296,12 +259,7 @@ def h100_node() -> FakeNvml:
 
 def rtx_4090() -> FakeNvml:
     """A desktop GPU without ECC, MIG and NVLink."""
-    lacks = (
-        "nvmlDeviceGetEccMode",
-        "nvmlDeviceGetTotalEccErrors",
-        "nvmlDeviceGetMigMode",
-        "nvmlDeviceGetNvLinkState",
-    )
+    lacks = ("GetEccMode", "GetTotalEccErrors", "GetMigMode", "GetNvLinkState")
     device = FakeGpu(
         "GPU-49000000-0000-0000-0000-000000000000",
         "NVIDIA GeForce RTX 4090",
@@ -315,7 +273,7 @@ def rtx_4090() -> FakeNvml:
         enforced_limit_milliwatts=450_000,
         ecc=False,
         persistent=False,
-        lacks=frozenset(lacks),
+        lacks=frozenset(f"nvmlDevice{name}" for name in lacks),
     )
     return FakeNvml([device])
 

@@ -65,24 +65,17 @@ OWN_FAILURE = [
 ]
 
 
-@pytest.mark.parametrize("text", NO_MEMORY)
-def test_each_librarys_out_of_memory_message_is_known(text: str) -> None:
-    """A rank that fails with CUBLAS_STATUS_ALLOC_FAILED, for example, ran out of memory."""
+TEXTS = (
+    *((text, "out_of_memory", False) for text in NO_MEMORY),
+    *((text, "failed", True) for text in LOST_PEER),
+    *((text, "failed", False) for text in OWN_FAILURE),
+)
+
+
+@pytest.mark.parametrize(("text", "status", "consequence"), TEXTS)
+def test_what_a_message_means(text: str, status: str, consequence: bool) -> None:
+    """A message about a lost rank is a consequence, not the cause of a failure. A rank itself may
+    cause a timed-out collective, a wrong call or a failed kernel."""
     found = failure(RuntimeError(text))
-    assert (found.status, found.consequence) == ("out_of_memory", False)
-    assert no_memory(f"before\n{text}\nafter")
-
-
-@pytest.mark.parametrize("text", LOST_PEER)
-def test_nccls_messages_about_a_lost_peer_are_known(text: str) -> None:
-    """NCCL's message about a lost rank is a consequence, not the cause of a failure."""
-    found = failure(RuntimeError(text))
-    assert (found.status, found.consequence) == ("failed", True)
-
-
-@pytest.mark.parametrize("text", OWN_FAILURE)
-def test_other_messages_stay_the_ranks_own_failure(text: str) -> None:
-    """A rank itself may cause a timed-out collective, a wrong call or a failed kernel."""
-    found = failure(RuntimeError(text))
-    assert (found.status, found.consequence) == ("failed", False)
-    assert not no_memory(text)
+    assert (found.status, found.consequence) == (status, consequence)
+    assert bool(no_memory(f"before\n{text}\nafter")) == (status == "out_of_memory")

@@ -88,9 +88,3 @@ def test_a_split_batch_stays_within_what_float8_may_deviate_by_on_gpus(
     assert allowed is not None
     loss, update = deviations(whole, split)
     assert (loss < allowed.loss / 2, update < allowed.update / 2) == (True, True)
-
-
-def test_gpus_are_allowed_more_than_their_emulation() -> None:
-    workload = make_workload(CELL.workload)
-    limits = [workload.tolerance(CELL.model_copy(update={"device": d})) for d in ("cpu", "cuda")]
-    assert [limit.update for limit in limits if limit] == [0.05, 0.15]

@@ -1,7 +1,12 @@
-"""Ranks are forked from a process that has imported their libraries, without initialising CUDA."""
+"""Ranks are forked from a process that has imported their libraries, without initialising CUDA.
+
+Stubs stand in for NVIDIA's driver libraries, and torch looks like a CUDA build that sees a GPU.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -10,14 +15,54 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.expand import expand
-from bench.matrix import Host, read_matrix
+from harness.cell.cell import Cell
+from harness.host.environment import LEAVE_CUDA_ALONE, to_preload
+from harness.host.gpu_state import GpuRecord, GpuUse, as_json
 from harness.run.prepared import packages
+from harness.worker.worker import _require_cuda
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
+NVML = r"""
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+/* The driver ties NVML's connection to the process that opened it. */
+static int starts, owner;
+enum { OK = 0, UNINITIALIZED = 1, UNKNOWN = 999 };
+static int state(void) { return !starts ? UNINITIALIZED : owner == getpid() ? OK : UNKNOWN; }
+int nvmlInit_v2(void) { if (!starts++) owner = getpid(); return OK; }
+int nvmlInit(void) { return nvmlInit_v2(); }
+int nvmlInitWithFlags(unsigned flags) { return nvmlInit_v2(); }
+int nvmlShutdown(void) { if (!starts) return UNINITIALIZED; starts--; return OK; }
+const char *nvmlErrorString(int code) { return "error"; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return state(); }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
+    *handle = (void *)1; return state();
+}
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
+    *handle = (void *)1;
+    return strncmp(uuid, "GPU-", 4) ? 6 : state();
+}
+int nvmlDeviceGetUUID(void *handle, char *text, unsigned length) {
+    snprintf(text, length, "GPU-stub"); return state();
+}
+int nvmlDeviceGetMigMode(void *handle, unsigned *now, unsigned *later) { return 3; }
+int nvmlDeviceGetTotalEnergyConsumption(void *handle, unsigned long long *millijoules) {
+    *millijoules = 5000; return state();
+}
+"""
+"""Stub of NVML, which answers only the process that started it; in a forked child, every query
+returns an error."""
 
-# Makes torch look like a CUDA build that sees a GPU; records and stops calls that would initialise
-# CUDA.
+CUDA = r"""
+static int calls;
+int cuInit(unsigned flags) { calls++; return 0; }
+int cuInitCalls(void) { return calls; }
+/* 3: CUDA_ERROR_NOT_INITIALIZED */
+int cuDeviceGetCount(int *count) { *count = 1; return calls ? 0 : 3; }
+"""
+"""Stub of CUDA's driver library, which counts calls of cuInit by any library."""
+
 TRIPWIRE = """
 import os, sys, traceback
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as the launcher sets it for the fork server
@@ -36,97 +81,174 @@ torch.cuda.device_count = lambda: 1
 torch.version.cuda = "13.0"
 torch.backends.cuda.is_built = lambda: True
 """
+"""Makes torch look like a CUDA build; records and stops calls that would initialise CUDA."""
 
 
-def run_with_tripwire(code: str, **environment: str) -> list[str]:
-    """Runs code in a new process; returns the calls that would have initialised CUDA."""
-    end = "\nsys.stderr.write('TRIPWIRE ' + ' || '.join(calls) + '\\n')"
-    command = [sys.executable, "-c", TRIPWIRE + code + end]
+def needs(package: str) -> pytest.MarkDecorator:
+    lacks = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(lacks, reason=f"{package} is not installed: make setup")
+
+
+def compiled(code: str, folder: Path, name: str) -> Path:
+    """Compiles a shared library with this name; returns its path."""
+    source, library = folder / f"{name}.c", folder / name
+    source.write_text(code)
+    flags = ["-shared", "-fPIC", f"-Wl,-soname,{name}"]
+    subprocess.run(["cc", *flags, "-o", library, source], check=True)
+    return library
+
+
+def run_with(code: str, folder: Path, **environment: str) -> str:
+    """Runs Python code in a new process that finds a folder's libraries first; returns its output.
+
+    Raises AssertionError with stderr if it fails.
+    """
+    paths = [str(folder), os.environ.get("LD_LIBRARY_PATH", "")]
+    variables = {"LD_LIBRARY_PATH": ":".join(filter(None, paths)), **environment}
     done = subprocess.run(
-        command,
+        [sys.executable, "-c", code],
         cwd=ROOT,
-        env=os.environ | environment,
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         check=False,
         timeout=250,
     )
-    line = next(
-        (line for line in reversed(done.stderr.splitlines()) if line.startswith("TRIPWIRE")), None
-    )
-    assert line is not None, done.stderr
-    return [call for call in line.removeprefix("TRIPWIRE ").split(" || ") if call]
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
-def test_nothing_that_the_fork_server_imports_initialises_cuda() -> None:
-    """Covers all imports for matrix full on an 8-GPU host, as in harness/worker/forkserver.py."""
-    # this process only plans, and no rank is forked from it
-    wanted = packages(expand(read_matrix("full"), Host("cuda", 8, 80 * 2**30)).cells)
-    calls = run_with_tripwire(f"""
+FORKED = """
+import json, os, sys
+from types import SimpleNamespace
+from harness.host.process import LAUNCHER
+from harness.worker.worker import PRELOAD
+
+os.environ[LAUNCHER] = str(os.getppid())
+os.environ[PRELOAD] = "asks_for_a_gpu"
+import harness.worker.forkserver
+assert sys.modules["asks_for_a_gpu"].ASKED
+
+import torch
+from harness.measure.resource_use import RankGpus
+
+sys.stdout.flush()
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid="stub")
+gpus = RankGpus([torch.device("cuda", 0)])
+print(json.dumps([gpus.joules(), gpus.use().unanswered]), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_asks_nvml_although_the_fork_server_had_started_it(tmp_path: Path) -> None:
+    """If a library asks for a GPU at import, torch starts NVML and leaves it started."""
+    compiled(NVML, tmp_path, "libnvidia-ml.so.1")
+    asks = "import torch\nassert torch.cuda._raw_device_count_nvml() == 1\nASKED = True\n"
+    (tmp_path / "asks_for_a_gpu.py").write_text(asks)
+    printed = run_with(FORKED, tmp_path, PYTHONPATH=str(tmp_path))
+    assert json.loads(printed) == [{"GPU-stub": [5.0, 0.0]}, ""]
+
+
+def test_a_rank_without_answers_from_nvml_is_named() -> None:
+    answered, silent = GpuUse(("GPU-a",), 1.0), GpuUse(unanswered="NVML did not answer")
+    record = GpuRecord.read(None, None, as_json([answered, silent]))
+    assert [words.partition(":")[0] for words in record.unanswered] == ["rank 1"]
+    assert record.findings() == [], "missing answers do not make times doubtful"
+
+
+IMPORTS = """
+import contextlib, ctypes
 import harness.worker.preload, harness.seam.registry, harness.worker.worker
+from harness.host.environment import cuda_is_initialized
 
-harness.worker.preload.import_packages({wanted!r})
+harness.worker.preload.import_packages({packages!r})
 harness.seam.registry.strategies()
-""")
-    assert calls == []
+driver = ctypes.CDLL("libcuda.so.1")
+assert (calls, driver.cuInitCalls(), cuda_is_initialized()) == ([], 0, False), calls
+driver.cuInit(0)
+assert cuda_is_initialized()
+with contextlib.suppress(Exception):
+    import bitsandbytes
+assert "bitsandbytes" in calls[0], "an import that initialises CUDA is noticed"
+"""
 
 
-def test_a_plan_whose_models_were_never_counted_leaves_cuda_alone(tmp_path: Path) -> None:
-    """The process that plans a run lives as long as the run. A CUDA context in it would take memory
-    on GPU 0 from every trial."""
-    planning = """
-import os, sys
+@needs("bitsandbytes")
+def test_nothing_that_the_fork_server_imports_initialises_cuda(tmp_path: Path) -> None:
+    """Imports everything that the fork server may import on a GPU host.
+
+    The stub counts cuInit: torch.cuda.is_initialized() misses libraries that call the driver.
+    """
+    driver = compiled(CUDA, tmp_path, "libcuda.so.1")
+    code = TRIPWIRE + IMPORTS.format(packages=sorted(LEAVE_CUDA_ALONE))
+    run_with(code, tmp_path, LD_PRELOAD=str(driver))
+
+
+PLANNING = """
 import pytest
 from tests.gpu.fake_nvml import h100_node, install
 
 torch._C._cuda_getArchFlags = lambda: "sm_90"
 install(pytest.MonkeyPatch(), h100_node())
 
-from bench.matrix import Host
-from bench.expand import expand
-from bench.matrix import read_matrix
+from harness.cell.cell import Cell
 from harness.host.environment import device_type
-from harness.workloads.counts import model_facts
+from harness.seam.peak_memory import peak_bytes
 from harness.workloads.catalog import make_workload
+from harness.workloads.counts import model_facts
 
 assert device_type() == "cuda"
-expand(read_matrix("smoke"), Host("cuda", 8, 80 * 2**30))
+assert peak_bytes(Cell(strategy="ddp", workload="llama-nano", device="cuda")) > 0
 assert model_facts(make_workload("llama-nano+nf4+lora"), 64).trained_bytes > 0
+assert calls == [], calls
 """
-    assert run_with_tripwire(planning, PARALLELISM_BENCH_CACHE=str(tmp_path)) == []
 
 
-def test_the_tripwire_catches_an_import_that_does() -> None:
-    calls = run_with_tripwire(
-        "import contextlib\nwith contextlib.suppress(Exception):\n    import bitsandbytes"
-    )
-    assert calls
-    assert "bitsandbytes" in calls[0]
-
-
-def test_without_gpus_everything_is_imported_before_the_fork() -> None:
-    from harness.cell.cell import Cell
-    from harness.run.prepared import packages
-
-    assert "peft" in packages([Cell(strategy="ddp", devices=2, workload="llama-nano+lora")])
+def test_a_plan_whose_models_were_never_counted_leaves_cuda_alone(tmp_path: Path) -> None:
+    """The process that plans a run lives as long as the run. A CUDA context in it would take memory
+    on GPU 0 from every trial."""
+    run_with(TRIPWIRE + PLANNING, tmp_path, PARALLELISM_BENCH_CACHE=str(tmp_path))
 
 
 def test_a_package_that_nobody_has_checked_is_left_to_the_ranks() -> None:
-    from harness.host.environment import to_preload
-
-    assert to_preload(["deepspeed", "a_plugins_library"], with_gpus=True) == ["deepspeed"]
-    assert to_preload(["deepspeed", "a_plugins_library"], with_gpus=False) == [
-        "deepspeed",
-        "a_plugins_library",
-    ]
+    """Without GPUs everything is imported before the fork."""
+    names = ["deepspeed", "a_plugins_library"]
+    assert to_preload(names, with_gpus=True) == ["deepspeed"]
+    assert to_preload(names, with_gpus=False) == names
+    assert "peft" in packages([Cell(strategy="ddp", devices=2, workload="llama-nano+lora")])
 
 
 def test_a_rank_names_the_import_that_took_cuda_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.worker.worker import _require_cuda
-
     _require_cuda()
-    monkeypatch.setitem(
-        sys.modules, "harness.worker.forkserver", SimpleNamespace(INITIALIZED_CUDA="package greedy")
-    )
+    greedy = SimpleNamespace(INITIALIZED_CUDA="package greedy")
+    monkeypatch.setitem(sys.modules, "harness.worker.forkserver", greedy)
     with pytest.raises(RuntimeError, match="importing package greedy initialised CUDA"):
         _require_cuda()
+
+
+SWITCHED = """
+import gc
+import deepspeed
+import deepspeed.moe.layer, deepspeed.runtime.pipe.engine, deepspeed.runtime.zero.stage3
+from deepspeed.accelerator import get_accelerator
+
+before = type(get_accelerator()).__name__
+from harness.strategies._deepspeed import settle
+
+settle("cuda", 1)
+gc.collect()
+kept = [type(o).__name__ for o in gc.get_objects() if type(o).__name__.endswith("_Accelerator")]
+from deepspeed.runtime.utils import PartitionedTensor
+
+device = PartitionedTensor.from_meta.__func__.__defaults__[0]
+print(before, *sorted(set(kept)), get_accelerator().communication_backend_name(), device)
+"""
+
+
+@needs("deepspeed")
+def test_nothing_of_deepspeed_keeps_the_accelerator_of_its_import(tmp_path: Path) -> None:
+    """The fork server may have imported DeepSpeed without seeing a GPU."""
+    printed = run_with(SWITCHED, tmp_path, DS_ACCELERATOR="cpu")
+    assert printed.splitlines()[-1] == "CPU_Accelerator CUDA_Accelerator nccl cuda"

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.cli import terminal as show
 from harness.analysis.cell_result import CAUSES
 from harness.analysis.compare import compare_sides
 from harness.analysis.selection import select
-from harness.analysis.summary import cell_results
 from harness.cell.cell import Cell
 from harness.host.gpu_state import GIB, GpuLook, GpuProcess, GpuState, GpuUse, as_json
 from harness.launch.outcome import Outcome
@@ -27,7 +24,7 @@ from reports.runs import markdown
 from tests.gpu.fake_nvml import FakeNvml, h100_node, install
 from tests.unit.html_page import page_of
 from tests.unit.made_results import stored, trial_rows
-from tests.unit.recording import answer, figures
+from tests.unit.recording import answer, figures, left_out_fields
 from tests.unit.test_measure import FACTS
 
 QUIET = GpuState(
@@ -49,20 +46,7 @@ NOISY_RUN = {
     "gpus": 2 * ["NVIDIA H100 80GB HBM3"],
     "gpu_memory_bytes": 80 * GIB,
     "driver_version": "580.95.05",
-    "driver_cuda_version": "13.0",
-    "torch_cuda_version": "13.0",
-    "nccl_version": "2.28.9",
-    "gpu_facts": json.dumps(
-        [
-            {
-                "ecc": True,
-                "persistence": False,
-                "mig": False,
-                "power_limit_watts": 600.0,
-                "default_power_limit_watts": 700.0,
-            },
-        ],
-    ),
+    "gpu_facts": json.dumps([{"ecc": True, "persistence": False, "power_limit_watts": 600.0}]),
     "gpu_topology": json.dumps([["self", "18 x NVLink 4.0"], ["18 x NVLink 4.0", "self"]]),
 }
 
@@ -73,40 +57,25 @@ def use(throttled: float, **more: Any) -> GpuUse:
 
 
 def test_memory_of_each_rank_is_recorded_by_kind() -> None:
-    """Kinds: torch's allocator, NVML's figure for the process, CUDA context, host memory."""
+    """Kinds: torch's allocator, NVML's figure for the process, CUDA context, host memory. A
+    parameter server in host memory has no GPU."""
     ranks = [
         answer(
             rank,
             [1.0],
-            cores="0-7",
             reserved_memory_bytes=8 * GIB,
             host_peak_bytes=3 * GIB + rank,
             gpu_use=use(0.0, process_bytes=10 * GIB + rank, context_bytes=GIB),
         )
         for rank in range(2)
     ]
-    row = figures(CELL, ranks, FACTS, None)
-    assert row.reserved_memory_bytes_by_rank == (8 * GIB, 8 * GIB)
+    server = answer(2, [1.0], gpu_use=None, host_peak_bytes=None)
+    row = figures(CELL, [*ranks, server], FACTS, None)
     assert row.nvml_memory_bytes_by_rank == (10 * GIB, 10 * GIB + 1)
     assert row.context_memory_bytes_by_rank == (GIB, GIB)
     assert row.host_peak_memory_bytes_by_rank == (3 * GIB, 3 * GIB + 1)
-    assert row.rank_cores == ("0-7", "0-7")
-    assert len(json.loads(row.gpu_use)) == 2
     unknown = figures(CELL, [ranks[0], answer(1, [1.0], gpu_use=use(0.0))], FACTS, None)
-    assert (unknown.nvml_memory_bytes_by_rank, unknown.context_memory_bytes_by_rank) == (
-        (),
-        (),
-    )
-
-
-def test_a_server_in_host_memory_has_no_gpu() -> None:
-    server = answer(1, [1.0], gpu_use=None, host_peak_bytes=None)
-    ranks = [
-        answer(0, [1.0], host_peak_bytes=5, gpu_use=use(0.0, process_bytes=7, context_bytes=1)),
-        server,
-    ]
-    row = figures(CELL, ranks, FACTS, None)
-    assert (row.nvml_memory_bytes_by_rank, row.host_peak_memory_bytes_by_rank) == ((7,), (5,))
+    assert unknown.nvml_memory_bytes_by_rank == unknown.context_memory_bytes_by_rank == ()
     cpu = figures(CELL.model_copy(update={"device": "cpu"}), [server, server], FACTS, None)
     assert cpu.gpu_use is None
 
@@ -173,20 +142,10 @@ def test_the_report_marks_throttled_and_shared_trials_and_says_why(tmp_path: Pat
     assert f"¶ disturbed {WHO}; {THROTTLED} of 3 trials" in text
     assert "thermal slowdown by the driver at 88 °C" in text
     assert "GPU 0 just before: another process with 2.0 GiB" in text
-    assert "driver 580.95.05" in text
-    assert "persistence mode off" in text
-    assert "1 pair by 18 x NVLink 4.0" in text
+    for fact in ("driver 580.95.05", "persistence mode off", "1 pair by 18 x NVLink 4.0"):
+        assert fact in text
     quiet = page_of(noisy(tmp_path / "quiet", disturbed=False), tmp_path)
     assert "¶" not in quiet.text
-
-
-def test_the_terminal_marks_them_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    show.ranking(show.console(), cell_results(noisy(tmp_path).trials))
-    text = capsys.readouterr().out
-    assert "ddp¶" in text
-    assert "fsdp2¶" not in text
-    assert f"¶ {THROTTLED} of its trials" in text
-    assert "rank 0: held back by heat for 4.0 of 20.0 timed seconds" in text
 
 
 def test_another_driver_is_other_software(tmp_path: Path) -> None:
@@ -209,8 +168,6 @@ def test_a_comparison_names_them(tmp_path: Path) -> None:
 
 def test_lists_by_rank_are_never_null() -> None:
     """Trials that never ran have empty lists, so that readers need not check for null."""
-    from tests.unit.recording import left_out_fields
-
     row = left_out_fields("r", CELL, "refused", "no")
-    lists: Sequence[str] = [column.name for column in TrialRecord.columns() if column.is_list]
+    lists = [column.name for column in TrialRecord.columns() if column.is_list]
     assert [name for name in lists if row[name] != ()] == []

@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from harness.analysis.cell_result import disturbances
-from harness.host.gpu_state import GIB, GpuLook, GpuRecord, GpuState, GpuUse, as_json, decoded
+from harness.host.gpu_state import (
+    GIB,
+    GpuLook,
+    GpuProcess,
+    GpuRecord,
+    GpuState,
+    GpuUse,
+    as_json,
+    decoded,
+)
 from harness.measure.peak_memory import MemoryMeter
 from harness.measure.resource_use import Energy, RankGpus
 from tests.gpu.fake_nvml import FakeNvml, a100_in_slices, h100_node, install, rtx_4090
@@ -44,52 +53,35 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeNvml], list[torch.dev
         uuids = [device.uuid.removeprefix("GPU-") for device in host.gpus]
         properties = [SimpleNamespace(uuid=uuid, total_memory=80 * GIB) for uuid in uuids]
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda one: properties[one.index])
-        reserved = [(10 + 10 * i) * GIB for i in range(len(uuids))]
-        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda one: reserved[one.index])
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda one: 10 * GIB)
         return [torch.device("cuda", number) for number in range(len(uuids))]
 
     return show
 
 
-def test_reasons_are_decoded_as_nvml_numbers_them() -> None:
-    names = {
-        "idle": "GpuIdle",
-        "clocks set by the user": "ApplicationsClocksSetting",
-        "power cap": "SwPowerCap",
-        "hardware slowdown": "HwSlowdown",
-        "sync boost": "SyncBoost",
-        "thermal slowdown by the driver": "SwThermalSlowdown",
-        "thermal slowdown by hardware": "HwThermalSlowdown",
-        "power brake": "HwPowerBrakeSlowdown",
-        "display clocks": "DisplayClockSetting",
-        "board limit": "BoardLimit",
-        "reliability limit": "Reliability",
-    }
-    for words, name in names.items():
-        assert decoded(getattr(pynvml, f"nvmlClocksThrottleReason{name}")) == (words,)
+def test_every_reason_of_nvml_is_decoded_in_words() -> None:
+    name = "nvmlClocksThrottleReason"
+    bits = {mask for reason, mask in vars(pynvml).items() if reason.startswith(name)}
+    single = [mask for mask in bits if mask.bit_count() == 1]
+    words = [decoded(mask)[0] for mask in single]
+    assert len(set(words)) == len(words) >= 11
+    assert not any(word.startswith("reason ") for word in words)
+    assert decoded(pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown) == ("power brake",)
     assert decoded(0) == ()
     assert decoded(0x24) == ("power cap", "thermal slowdown by the driver")
     assert decoded(1 << 20) == ("reason 20",)
 
 
-def test_a_look_has_a_gpus_whole_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state has clocks, slowdown reasons, temperature, power, errors and processes."""
+def test_a_look_has_the_state_of_the_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     host = install(monkeypatch, h100_node(), "5,6")
     host.gpus[6].processes = [(4711, 2 * GIB)]
-    looked = GpuLook().states(2)
-    assert [state.index for state in looked] == [5, 6]
-    state = looked[1]
+    first, state = GpuLook().states(2)
+    assert (first.index, state.index) == (5, 6)
     assert (state.sm_mhz, state.memory_max_mhz, state.reasons) == (1980, 2619, ("idle",))
-    assert (state.temperature_celsius, state.power_watts, state.power_limit_watts) == (
-        41,
-        120.0,
-        700.0,
-    )
+    assert (state.temperature_celsius, state.power_watts) == (41, 120.0)
     assert (state.corrected_errors, state.uncorrected_errors, state.used_bytes) == (0, 0, 2 * GIB)
-    assert state.processes is not None
-    assert [(one.pid, one.memory_bytes) for one in state.processes] == [(4711, 2 * GIB)]
-    assert len(GpuLook().states(1)) == 1
-    assert GpuLook().states(0) == ()
+    assert state.processes == (GpuProcess(4711, 2 * GIB),)
+    assert (len(GpuLook().states(1)), GpuLook().states(0)) == (1, ())
 
 
 def test_what_a_consumer_card_lacks_is_unknown_and_no_disturbance(
@@ -137,14 +129,10 @@ def test_a_slowed_gpu_is_marked_and_a_power_cap_at_the_default_is_not(
     assert bool(disturbances(None, None, None, told)) == (words is not None)
 
 
-def test_another_process_before_or_after_marks_the_trial() -> None:
-    host = h100_node()
-    with pytest.MonkeyPatch.context() as patch:
-        install(patch, host)
-        host.gpus[0].processes = [(4711, 3 * GIB), (4712, GIB)]
-        (state,) = GpuLook().states(1)
-    told = record(after=state)
-    words = "GPU 0 just after: 2 other processes with 4.0 GiB"
+def test_other_processes_mark_the_trial() -> None:
+    processes = (GpuProcess(4711, 3 * GIB), GpuProcess(4712, GIB))
+    told = record(after=replace(COOL, processes=processes))
+    words = "GPU 3 just after: 2 other processes with 4.0 GiB"
     assert [one.words for one in told.findings()] == [words]
     assert disturbances(0.0, 1.0, 1.0, told) == ("shared",)
     assert disturbances(9.0, 1.0, 1.0, told) == ("busy", "shared")
@@ -197,7 +185,8 @@ def test_seconds_held_back_by_heat_are_counted_over_the_timed_steps(
 def test_energy_is_that_of_all_devices_of_a_rank(
     cuda: Callable[[FakeNvml], list[torch.device]],
 ) -> None:
-    """DataParallel drives eight GPUs in one process, and all of them count."""
+    """DataParallel drives eight GPUs in one process, and all of them count. A slice's energy is
+    unknown, because NVML's counter covers the whole GPU."""
     host = h100_node()
     energy = Energy.of(RankGpus(cuda(host)), first_of_node=True)
     energy.start()
@@ -205,42 +194,31 @@ def test_energy_is_that_of_all_devices_of_a_rank(
         device.millijoules += 1000 * (number + 1)
     energy.stop()
     assert energy.joules == 36.0
-
-
-def test_energy_of_a_slice_is_unknown(cuda: Callable[[FakeNvml], list[torch.device]]) -> None:
-    """NVML's counter covers the whole GPU, including other slices."""
     host = a100_in_slices()
     devices = cuda(host)
     assert RankGpus(devices[:1]).joules() is None
     assert RankGpus(devices[1:]).joules() == {host.gpus[1].uuid: (0.0, 0.0)}
 
 
+@pytest.mark.parametrize(
+    ("sizes", "process", "context"),
+    [([11, 13, 12], 13, 3), ([11], 11, 1), ([None], None, None), ([], None, None)],
+)
 def test_memory_outside_the_allocator_is_separate(
     cuda: Callable[[FakeNvml], list[torch.device]],
+    sizes: list[int | None],
+    process: int | None,
+    context: int | None,
 ) -> None:
-    """NVML's bytes of this process include the context and NCCL's buffers."""
+    """NVML's GiB of this process on its fullest GPU include the context and NCCL's buffers. WSL
+    hides them, and in a container NVML may give the host's process ids."""
     host = h100_node()
-    devices = cuda(host)
-    for number, device in enumerate(host.gpus):
-        device.processes = [(1, GIB), (os.getpid(), (11 + 10 * number + number % 3) * GIB)]
-    one, all_of_them = RankGpus(devices[:1]).use(), RankGpus(devices).use()
-    assert one is not None
-    assert all_of_them is not None
-    assert (one.process_bytes, one.context_bytes) == (11 * GIB, GIB)
-    assert (all_of_them.process_bytes, all_of_them.context_bytes) == (82 * GIB, 3 * GIB)
-
-
-@pytest.mark.parametrize("processes", [[], [(1, GIB)], [(os.getpid(), None)]])
-def test_memory_of_a_process_that_nvml_does_not_name_is_unknown(
-    cuda: Callable[[FakeNvml], list[torch.device]],
-    processes: list[tuple[int, int | None]],
-) -> None:
-    """NVML may give the host's process ids in a container; WSL hides the bytes."""
-    host = h100_node()
-    host.gpus[0].processes = processes
-    use = RankGpus(cuda(host)[:1]).use()
+    for device, size in zip(host.gpus, sizes, strict=False):
+        device.processes = [(1, GIB), (os.getpid(), size and size * GIB)]
+    use = RankGpus(cuda(host)[: len(sizes) or 1]).use()
     assert use is not None
-    assert (use.process_bytes, use.context_bytes) == (None, None)
+    found = (use.process_bytes, use.context_bytes)
+    assert found == (process and process * GIB, context and context * GIB)
 
 
 def test_a_rank_on_the_cpu_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,33 +235,28 @@ def test_peaks_and_limit_are_those_of_all_devices(
 ) -> None:
     """Peaks are the fullest GPU's, the limit holds on each, and host memory has a peak too."""
     devices = cuda(h100_node())
-    called: list[tuple[str, object]] = []
-
-    def reset(one: torch.device) -> None:
-        called.append(("reset", one.index))
-
+    limits: dict[int, float] = {}
     peaks = {"max_memory_allocated": 5, "max_memory_reserved": 7, "memory_allocated": 3}
     for name, size in peaks.items():
         monkeypatch.setattr(torch.cuda, name, lambda one, size=size: size * (one.index + 1))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    reset: list[int] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda one: reset.append(one.index))
     monkeypatch.setattr(
         torch.cuda,
         "set_per_process_memory_fraction",
-        lambda share, one: called.append((f"limit {share:g}", one.index)),
+        lambda share, one: limits.update({one.index: share}),
     )
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     meter = MemoryMeter(devices[0], 20 * GIB, devices)
-    assert called == [("limit 0.25", number) for number in range(8)]
-    called.clear()
+    assert limits == dict.fromkeys(range(8), 0.25)
     meter.reset()
-    assert called == [("reset", number) for number in range(8)]
+    assert reset == [*range(8)]
     kept = bytearray(os.urandom(1)) * (64 * 2**20)
     peak = meter.peak()
     assert (peak.allocated, peak.reserved, meter.in_use()) == (40, 56, 24)
     if meter.usable:
         assert peak.host is not None
         assert 0.95 * len(kept) < peak.host < 2 * len(kept)
-    called.clear()
     with meter.unlimited():
-        assert called == [("limit 1", number) for number in range(8)]
-    assert called[8:] == [("limit 0.25", number) for number in range(8)]
+        assert limits == dict.fromkeys(range(8), 1)
+    assert limits == dict.fromkeys(range(8), 0.25)

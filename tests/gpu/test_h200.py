@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import pandas as pd
 import pytest
 
+from harness.cell.cell import Cell
 from harness.host.gpu_models import gpu_model
 from harness.host.gpu_state import GpuRecord
 from harness.record.store import Store
 from harness.record.trial import SpeedMeasurement
+from harness.seam.peak_memory import peak_bytes
+from harness.seam.registry import make_strategy
+from harness.workloads import make_workload
+from harness.workloads.counts import model_facts
 from tests.conftest import ROOT
 
 H200 = ROOT / "results" / "reference" / "h200-141gb"
@@ -84,3 +90,38 @@ def test_mfu_is_of_the_data_sheet_and_utilisation_of_the_measured_rate() -> None
         assert 0.3 < measured_rate / peak < 1
         assert row["mfu"] == pytest.approx(rate / peak, rel=0.01)
         assert row["matmul_utilization"] == pytest.approx(rate / measured_rate, rel=0.01)
+
+
+def language_trials() -> Iterator[tuple[Cell, pd.Series]]:
+    """Yields trials of uncompiled language models with their cells, as today's code reads them."""
+    for _, row in trials().iterrows():
+        cell = Cell.model_validate_json(row["cell"])
+        if cell.compile == "none" and make_workload(cell.workload).kind != "image":
+            yield cell, row
+
+
+def test_states_are_on_the_gpu_and_as_large_as_the_formulas_say() -> None:
+    """In host memory are at most AdamW's step counters, except with offload."""
+    for cell, row in language_trials():
+        offloads = bool(cell.options.get("cpu_offload"))
+        (host,) = row["host_state_bytes"]
+        assert (host > 2**20) == offloads, cell.name
+        strategy = make_strategy(cell)
+        facts = model_facts(make_workload(cell.workload), cell.sequence_length)
+        formula = strategy.states(cell, strategy.layout(cell.devices), facts)
+        if formula is not None and not offloads:
+            held = (row["parameter_bytes"][0], row["optimizer_bytes"][0])
+            assert held == (formula.parameters, formula.optimizer), cell.name
+
+
+def test_predicted_peaks_are_those_of_the_gpu() -> None:
+    """FSDP2's own mixed precision is predicted as if it kept what autocast keeps."""
+    for cell, row in language_trials():
+        peak = peak_bytes(cell)
+        within = 0.2 if cell.options.get("mixed_precision") else 0.03
+        assert peak == pytest.approx(row["peak_memory_bytes"], rel=within), cell.name
+
+
+def test_batches_are_there_before_the_step_asks_for_them() -> None:
+    for _, row in language_trials():
+        assert row["data_seconds_p50"] < 0.02 * row["step_seconds_p50"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
+import importlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,52 +11,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.cell.cell import Cell
 from harness.cell.training import Layout
-from harness.seam.registry import make_strategy, strategies
+from harness.seam.registry import make_strategy
 from harness.worker import worker
 from harness.worker.rank_answer import RankAnswer
 from harness.worker.reporting import Heartbeat
 from harness.worker.spec import TrialSpec
 from harness.workloads import Workload, make_workload, prepare_data
 
-OFFLOADED = [("fairscale_fsdp", {"cpu_offload": True}), ("fsdp2", {"cpu_offload": True})]
-JOINS_FIRST = {
-    "accelerate",
-    "deepspeed",
-    "deepspeed_moe",
-    "deepspeed_pipeline",
-    "horovod",
-    "tiled_linear",
-    "trainer",
-    "ulysses",
-    "ulysses_zero",
-}
-"""Strategies whose libraries join the other ranks before a model exists."""
+KEEPS_ELSEWHERE = [
+    ("ddp", {}),
+    ("parameter_server", {}),
+    ("fairscale_fsdp", {"cpu_offload": True}),
+    ("fsdp2", {"cpu_offload": True}),
+]
+"""Strategies that keep weights on the GPU, on a server, or in host memory."""
 
 
 class Drawn(Exception):
     def __init__(self, device: torch.device | None) -> None:
         self.device = device
-
-
-def own_strategies() -> list[tuple[str, dict[str, Any]]]:
-    """Returns the suite's installed strategies that build their model before joining ranks."""
-    found = []
-    for name, kind in strategies().items():
-        here = all(importlib.util.find_spec(package) for package in kind.requires)
-        if kind.__module__.startswith("harness.") and here and name not in JOINS_FIRST:
-            found.append((name, {}))
-    return found + [(name, options) for name, options in OFFLOADED if (name, {}) in found]
-
-
-def cell_of(name: str, options: dict[str, Any]) -> tuple[Cell, Layout]:
-    workload = "resnet-micro" if name == "sync_batch_norm" else "llama-nano"
-    devices = {"single": 1, "three_d": 4}.get(name, 2)
-    cell = Cell(strategy=name, options=options, workload=workload, devices=devices, device="cuda")
-    return cell, make_strategy(cell).layout(devices)
 
 
 def draws_on(
@@ -105,7 +80,7 @@ def draws_on(
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of libraries
-@pytest.mark.parametrize(("name", "options"), own_strategies(), ids=str)
+@pytest.mark.parametrize(("name", "options"), KEEPS_ELSEWHERE, ids=str)
 def test_every_rank_draws_its_weights_on_a_gpu(
     name: str,
     options: dict[str, Any],
@@ -113,7 +88,12 @@ def test_every_rank_draws_its_weights_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """This includes parameter servers and offloading ranks, which keep them in host memory."""
-    cell, layout = cell_of(name, options)
+    axes = {"workload": "llama-nano", "devices": 2, "device": "cuda"}
+    cell = Cell(strategy=name, options=options, **axes)
+    strategy = make_strategy(cell)
+    for package in strategy.requires:
+        pytest.importorskip(package)
+    layout = strategy.layout(2)
     for rank in range(layout.processes):
         with monkeypatch.context() as patched:
             device = draws_on(cell, rank, layout, tmp_path, patched)
@@ -122,38 +102,8 @@ def test_every_rank_draws_its_weights_on_a_gpu(
 
 
 def test_no_strategy_bypasses_the_job() -> None:
-    """A model built without the job would choose its own generator."""
+    """A model built without the job, in any strategy, would choose its own generator."""
     files = [*(Path(worker.__file__).parents[1] / "strategies").glob("*.py")]
     assert files
     for file in files:
         assert "job.workload.build(" not in file.read_text(), file.name
-
-
-class Watch(TorchDispatchMode):
-    """Records the devices on which random numbers are drawn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.devices: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.devices.add(args[0].device.type)
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("keeps_on", ["cuda", "cpu"])
-def test_random_numbers_come_from_the_gpu(keeps_on: str) -> None:
-    """Wherever the model is kept, its weights are drawn on a GPU, here with fake CUDA tensors."""
-    if os.environ.get("BENCH_FAKE_DEVICE") != "cuda":
-        pytest.skip("needs torch's CUDA build: python -m tests.gpu.fake_cuda")
-    from tests.gpu.fake_world import CopyableFakeMode, swap_if_changed
-
-    workload, gpu = make_workload("llama-nano"), torch.device("cuda", 1)
-    home = gpu if keeps_on == "cuda" else torch.device("cpu")
-    with pytest.MonkeyPatch.context() as patch, CopyableFakeMode(), Watch() as watch:
-        patch.setattr(torch.utils, "swap_tensors", swap_if_changed)
-        model = workload.build(0, home, drawn_on=gpu)
-    assert watch.devices == {"cuda"}
-    assert {p.device.type for p in model.parameters()} == {keeps_on}

@@ -1,4 +1,4 @@
-"""A job that asks for no GPUs says so; the example site loads torch's version of CUDA."""
+"""A job that asks for no GPUs says so."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.cluster.jobs import ClusterJob, batch_script
-from bench.cluster.site import Site, read_site
+from bench.cluster.site import Site
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,8 +60,3 @@ def test_submit_says_what_a_job_without_gpus_runs_on(
         printed = capsys.readouterr()
         assert ("GPUs" in printed.err) == says
         assert printed.out.startswith("#!/bin/bash"), "stdout is the script alone, for a file"
-
-
-def test_the_examples_modules_are_of_torchs_cuda() -> None:
-    """The package index's torch is built for CUDA 13 and brings NCCL, so no other is loaded."""
-    assert read_site(ROOT / "slurm" / "sites" / "gpu-cluster.yaml").modules == ["cuda/13.0"]
