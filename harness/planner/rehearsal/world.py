@@ -87,18 +87,10 @@ def values(job: Job) -> Iterator[Patch]:
     def nonzero(mode: object, func: object, tensor: Tensor) -> Tensor:
         return tensor.new_zeros((tensor.numel(), tensor.dim()), dtype=torch.long)
 
-    def pin(mode: object, func: object, tensor: Tensor, device: object = None) -> Tensor:
-        return tensor.clone()
-
-    def pinned(mode: object, func: object, tensor: Tensor, device: object = None) -> bool:
-        return tensor.device.type == "cpu"
-
     answers: dict[object, Function] = {
         aten._local_scalar_dense.default: item,
         aten.nonzero.default: nonzero,
     }
-    if job.cell.device == "cuda":
-        answers |= {aten._pin_memory.default: pin, aten.is_pinned.default: pinned}
     yield mock.patch.dict(fake_impls.op_implementations_dict, answers)
 
 
@@ -346,8 +338,8 @@ SUBSTITUTIONS = (
 
 
 @contextlib.contextmanager
-def fake_rank(strategy: Strategy, job: Job, more: Sequence[Substitution] = ()) -> Iterator[None]:
-    """Makes this process rank `job.rank` with fake tensors. `more` adds to SUBSTITUTIONS."""
+def fake_rank(strategy: Strategy, job: Job) -> Iterator[None]:
+    """Makes this process rank `job.rank` with fake tensors."""
     if strategy.capabilities.process_group:
         size = job.layout.processes
         dist.init_process_group("fake", store=FakeStore(), rank=job.rank, world_size=size)
@@ -355,7 +347,7 @@ def fake_rank(strategy: Strategy, job: Job, more: Sequence[Substitution] = ()) -
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.dict(os.environ, launcher_variables(job)))
             stack.enter_context(globals_put_back(strategy.requires))
-            for substitution in (*SUBSTITUTIONS, *more):
+            for substitution in SUBSTITUTIONS:
                 for patch in substitution.patches(job):
                     stack.enter_context(patch)
             stack.enter_context(CopyableFakeMode())
