@@ -14,11 +14,9 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from harness.launch.launcher import Launcher
 from harness.record.plan import Plan
 from harness.record.store import Store
-from harness.record.trial import TrialRecord
 from harness.run.runner import Runner, SilentListener
 from tests.benchmarks.conftest import Ratio
 from tests.ranks.conftest import cell
-from tests.unit.stored_trials import step, trial_row
 
 ROOT, PLAIN = Path(__file__).parents[2], Path(__file__).with_name("plain.py")
 
@@ -89,13 +87,3 @@ def test_turnaround(
         [s / b for s, b in zip(by_script, beyond[1:], strict=True)],
         "at least 8",
     )
-
-
-@pytest.mark.benchmark(group="recording a trial of 1,000 step rows")
-def test_recording(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
-    from harness.cell.cell import Cell
-    from harness.record.store import TrialKey
-
-    store, one = Store(tmp_path), Cell(strategy="ddp", devices=2)
-    row, steps = TrialRecord(**trial_row(one)), [step(TrialKey(one.id, 0), n) for n in range(1000)]
-    benchmark(store.write_trial, row, steps)
