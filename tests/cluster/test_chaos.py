@@ -69,6 +69,7 @@ def strike(slurm: Slurm, kind: str, chance: random.Random) -> bool:
     return False
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(60 * KILLS)
 def test_every_trial_ends_in_one_record_whatever_is_killed(slurm: Slurm, bench: Bench) -> None:
     chance = random.Random(6)

@@ -17,7 +17,7 @@ from tests.faults.campaign import HANG_SECONDS, Campaign, table
 from tests.faults.host_kinds import HOST_KINDS, left_out
 from tests.faults.kinds import KINDS
 
-FAULTS = int(os.environ.get("FAULTS", "20"))
+FAULTS = int(os.environ.get("FAULTS", "12"))
 SEED = int(os.environ.get("SEED", "20261123"))
 LONG = {
     "the fork server is killed",
@@ -28,15 +28,25 @@ LONG = {
     "two runs write to one folder",
     *HOST_KINDS,
 }
-"""Kinds that take ten times as long, since they start separate runs or a new fork server;
-tests/ranks/test_resume.py kills runs too."""
+"""Kinds that take ten times as long, since they start separate runs or a new fork server."""
+ELSEWHERE = {
+    "a rank raises",
+    "a rank raises in set-up",
+    "a rank is killed",
+    "a rank exits",
+    "a loss is no number",
+    "a rank has no memory",
+    "a collective is never entered",
+    "a rank leaves a child",
+}
+"""Kinds that tests/ranks/test_failures.py injects too."""
 LEFT_OUT = left_out(list(KINDS)) if "FAULTS" in os.environ else {}
 CHOSEN = [
     kind
     for kind in KINDS
     if re.search(os.environ.get("KINDS", ""), kind)
     and kind not in LEFT_OUT
-    and ("FAULTS" in os.environ or kind not in LONG)
+    and ("FAULTS" in os.environ or kind not in LONG | ELSEWHERE)
 ]
 
 
