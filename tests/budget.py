@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 BUDGETS = {
     "unit": 540,
     "gpu": 300,
-    "ranks": 1080,
+    "ranks": 720,
     "browser": 100,
-    "faults": 100,
-    "cluster": 300,
+    "faults": 70,
+    "cluster": 250,
 }
 """Seconds of all workers together that `make test` may spend on a layer. Tests time nothing, so a
 layer above its budget is reported, and fails nothing."""

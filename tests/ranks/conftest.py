@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -16,7 +16,7 @@ from harness.launch.launcher import Launcher
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
 from harness.run.runner import Runner, SilentListener
-from harness.seam.registry import strategies
+from harness.seam.registry import make_strategy, strategies
 
 RunCells = Callable[..., Results]
 
@@ -81,3 +81,46 @@ def ended(trial: Any, status: str, reason: str) -> None:
     """Checks how a trial ended; shows its log if the status differs."""
     assert trial["status"] == status, trial["log_tail"]
     assert reason in trial["reason"]
+
+
+class Row(NamedTuple):
+    """A cell and how it must end."""
+
+    outcome: str
+    """Parity verdict of a trial that ends well, otherwise its status."""
+    cell: Cell
+    reason: str
+    """Part of the trial's reason."""
+
+
+def row(
+    outcome: str,
+    strategy: str,
+    options: dict[str, Any] | None = None,
+    reason: str = "",
+    **axes: Any,
+) -> Row:
+    return Row(outcome, cell(strategy, options=options or {}, **axes), reason)
+
+
+def check_rows(
+    run_cells: RunCells, rows: Iterable[Row], timed_seconds: float = 0.0
+) -> list[dict[str, Any]]:
+    """Runs the rows' cells in one run; returns their trials in this order.
+
+    Fails with all rows that ended differently. Skips if a library of a row is not installed.
+    """
+    rows = list(rows)
+    needed = {package for one in rows for package in make_strategy(one.cell).requires}
+    if missing := [package for package in sorted(needed) if not find_spec(package.split(".")[0])]:
+        pytest.skip(f"{', '.join(missing)} is not installed: make setup")
+    found = run_cells(*(one.cell for one in rows), timed_seconds=timed_seconds).trials
+    trials = {trial["cell_id"]: trial for trial in found.to_dict("records")}
+    wrong = {}
+    for outcome, one, reason in rows:
+        trial = trials[one.id]
+        ended = trial["parity_verdict"] if trial["status"] == "ok" else trial["status"]
+        if ended != outcome or reason not in trial["reason"]:
+            wrong[one.name] = (outcome, reason), (ended, trial["reason"], trial["log_tail"][-800:])
+    assert wrong == {}
+    return [trials[one.cell.id] for one in rows]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from harness.cell.cell import Cell
@@ -20,7 +20,7 @@ from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.run.runner import Runner, SilentListener
 from harness.worker.spec import Checkpointing
-from tests.ranks.conftest import RunCells, cell
+from tests.ranks.conftest import Row, RunCells, cell, check_rows, representative
 
 STEP = 4
 """Step of the checkpoint, half of the parity segment."""
@@ -30,69 +30,45 @@ def restarted(strategy: str, checkpoint: str = "sharded", **axes: Any) -> Cell:
     return cell(strategy, checkpoint=checkpoint, **axes)
 
 
-BY_TORCH = [
-    restarted("single", "full", devices=1),
-    restarted("ddp", "full"),
+RESTARTED = [
     restarted("fsdp2", "async"),
-    restarted("fsdp1", "full"),
-    restarted("tensor"),
     restarted("pipeline", micro_batches=2),
-    restarted("zero_redundancy", "full"),
-]
-RESHARDED = [
-    restarted("fsdp2", devices=1, checkpoint_from="fsdp2 x2"),
+    restarted("deepspeed", options={"stage": 3}),
+    restarted("trainer", "full"),
     restarted("fsdp2", devices=4, checkpoint_from="fsdp2 x2"),
-    restarted("single", "full", devices=1, checkpoint_from="fsdp2 x2"),
     restarted("ddp", micro_batches=2, checkpoint_from="pipeline x2"),
 ]
-BY_LIBRARIES = [
-    restarted("deepspeed", options={"stage": 3}),
+MORE = [
+    restarted("single", "full", devices=1),
+    restarted("ddp", "full"),
+    restarted("fsdp1", "full"),
+    restarted("tensor"),
+    restarted("zero_redundancy", "full"),
     restarted("accelerate", "full"),
-    restarted("trainer", "full"),
     restarted("horovod", "full"),
     restarted("fairscale_oss", "full"),
     restarted("fairscale_on_cpu"),
+    restarted("fsdp2", devices=1, checkpoint_from="fsdp2 x2"),
+    restarted("single", "full", devices=1, checkpoint_from="fsdp2 x2"),
 ]
 
 
-def test_the_training_goes_on_as_if_it_was_never_killed(run_cells: RunCells) -> None:
-    here = [c for c in BY_LIBRARIES if find_spec(c.strategy.split("_")[0]) or c.strategy in TOOLS]
-    trials = run_cells(*BY_TORCH, *RESHARDED, *here).trials
-    assert dict(zip(trials["cell_name"], trials["parity_verdict"], strict=True)) == {
-        c.name: "exact" for c in (*BY_TORCH, *RESHARDED, *here)
-    }
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("cells", representative([RESTARTED, MORE]), ids=["some", "more"])
+def test_the_training_goes_on_as_if_it_was_never_killed(
+    run_cells: RunCells, cells: list[Cell]
+) -> None:
+    found = check_rows(run_cells, [Row("exact", one, "") for one in cells])
+    trials = pd.DataFrame(found)
     assert set(trials["checkpoint_step"]) == {STEP}
     assert (trials["checkpoint_bytes"] > 0).all()
     assert (trials["startup_seconds"] < trials["wall_seconds"] / 2).all(), "that of one launch"
     assert (trials["checkpoint_save_seconds"] >= trials["checkpoint_blocked_seconds"]).all()
-    timed = trials[~trials["strategy"].isin(["trainer"])]
+    timed = trials[trials["strategy"] != "trainer"]
     assert (timed["checkpoint_load_seconds"] > 0).all()
     same_ranks = trials[trials["checkpoint_from"].isna()]
     assert (same_ranks["checkpoint_restores_bits"] == True).all()  # noqa: E712
-    assert trials[trials["checkpoint_from"].notna()]["checkpoint_restores_bits"].isna().sum() >= 3
-
-
-TOOLS = ("trainer",)
-
-
-@pytest.mark.parametrize(
-    ("mistake", "status"),
-    [
-        ("none", "ok"),
-        ("nothing_loaded", "diverged"),
-        ("no_optimizer_state", "diverged"),
-        ("no_step_counts", "diverged"),
-        ("one_shard_not_loaded", "diverged"),
-        ("data_position_ignored", "failed"),
-        ("library_counter_lost", "failed"),
-    ],
-)
-def test_what_loading_loses_is_noticed(run_cells: RunCells, mistake: str, status: str) -> None:
-    trials = run_cells(restarted("checkpoint_traps", options={"mistake": mistake})).trials
-    (trial,) = trials.to_dict("records")
-    assert trial["status"] == status, trial["log_tail"]
-    if mistake == "none":
-        assert trial["checkpoint_restores_bits"]
+    assert trials[trials["checkpoint_from"].notna()]["checkpoint_restores_bits"].isna().any()
 
 
 class Tampering:
@@ -137,7 +113,7 @@ def other_step(folder: Path, later: Path) -> None:
     shutil.copytree(later, folder)
 
 
-DAMAGES = [truncated, missing_shard, mixed_steps, no_manifest, other_step]
+DAMAGES = [no_manifest, mixed_steps, truncated, missing_shard, other_step]
 
 
 def damaged(launcher: Launcher, results: Path, damage: Callable[[Path, Path], None]) -> Any:
@@ -152,7 +128,7 @@ def damaged(launcher: Launcher, results: Path, damage: Callable[[Path, Path], No
     return trial
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", representative(DAMAGES))
 def test_a_damaged_checkpoint_is_not_loaded(
     launcher: Launcher, tmp_path: Path, damage: Callable[[Path, Path], None]
 ) -> None:
@@ -164,7 +140,7 @@ def test_a_damaged_checkpoint_is_not_loaded(
     )
 
 
-@pytest.mark.parametrize("damage", [truncated, missing_shard, mixed_steps])
+@pytest.mark.parametrize("damage", representative([mixed_steps, truncated, missing_shard]))
 def test_without_the_manifest_parity_sees_what_the_library_does_not(
     launcher: Launcher,
     tmp_path: Path,

@@ -95,6 +95,7 @@ def test_statements_on_standard_input(tmp_path: Path) -> None:
     assert prompts.replace(">>>", "").replace("...", "").strip() == "", "progress is silent"
 
 
+@pytest.mark.thorough
 def test_cells_of_a_jupyter_kernel(tmp_path: Path) -> None:
     if not (find_spec("nbclient") and find_spec("ipykernel")):
         pytest.skip("packages nbclient and ipykernel are not installed")

@@ -98,6 +98,7 @@ def test_a_model_too_large_to_build_runs_out_in_set_up(run_cells: RunCells) -> N
     assert '"parameters": ' in row["failed_holding"]
 
 
+@pytest.mark.thorough
 def test_under_a_limit_memory_is_what_tensors_need_not_holes_in_the_heap(
     run_cells: RunCells,
 ) -> None:

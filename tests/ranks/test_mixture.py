@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.conftest import RunCells, cell
+from tests.ranks.conftest import RunCells, cell, representative
 
 CELLS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp", "workload": "mixtral-nano"},
@@ -35,13 +35,13 @@ CELLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CELLS)
-def test_it_is_the_same_training(run_cells: RunCells, name: str) -> None:
+@pytest.mark.parametrize("names", representative([["replicas"], [*CELLS][:-1]]), ids=str)
+def test_it_is_the_same_training(run_cells: RunCells, names: list[str]) -> None:
     """Expert tokens are counted once: two for each of 8 samples of 32 tokens.
 
     Recomputed blocks and samples shared by ranks are not counted again.
     """
-    trial = run_cells(cell(**CELLS[name])).trials.iloc[0]
-    assert (trial["status"], trial["parity_verdict"]) == ("ok", "exact"), trial["reason"]
-    assert [sum(tokens) for tokens in json.loads(trial["expert_tokens"])] == [2 * 8 * 32] * 2
-    assert 1 <= trial["expert_imbalance"] <= 2
+    for trial in run_cells(*(cell(**CELLS[name]) for name in names)).trials.to_dict("records"):
+        assert (trial["status"], trial["parity_verdict"]) == ("ok", "exact"), trial["reason"]
+        assert [sum(tokens) for tokens in json.loads(trial["expert_tokens"])] == [2 * 8 * 32] * 2
+        assert 1 <= trial["expert_imbalance"] <= 2

@@ -33,7 +33,7 @@ from harness.run.runner import Runner, SilentListener
 from harness.seam.registry import validate
 from harness.workloads import make_workload, prepare_data
 from tests.conftest import runs
-from tests.ranks.conftest import cell
+from tests.ranks.conftest import cell, representative
 
 
 class Cluster:
@@ -138,42 +138,36 @@ def run_cells(cluster: Cluster, tmp_path: Path) -> Callable[..., Results]:
     return functools.partial(run_on, cluster, tmp_path)
 
 
-CELLS: list[tuple[str, dict[str, Any]]] = [
-    ("ddp", {}),
-    ("ddp", {"devices": 4}),
-    ("fsdp2", {}),
-    ("zero_redundancy", {}),
-    ("deepspeed", {"options": {"stage": 3}}),
-    ("pipeline", {"micro_batches": 2}),
-    ("tensor", {}),
-    ("horovod", {}),
-    ("parameter_server", {}),
+CELLS: list[dict[str, Any]] = [
+    {"strategy": "ddp", "devices": 4},
+    {"strategy": "deepspeed", "options": {"stage": 3}},
+    {"strategy": "pipeline", "micro_batches": 2},
+    {"strategy": "horovod"},
+    {"strategy": "parameter_server"},
+    *({"strategy": name} for name in ("fsdp2", "zero_redundancy", "tensor")),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "axes"), CELLS, ids=str)
-def test_trains_the_same_on_two_nodes(
-    run_cells: Callable[..., Results], strategy: str, axes: dict[str, Any]
+@pytest.mark.parametrize("cells", representative([CELLS[:5], CELLS[5:]]), ids=["some", "more"])
+def test_cells_train_the_same_on_two_nodes(
+    run_cells: Callable[..., Results], cells: list[dict[str, Any]]
 ) -> None:
-    found = run_cells(cell(strategy, **{"nodes": 2, **axes}))
-    trial = found.trials.iloc[0]
-    assert (trial["status"], trial["reason"]) == ("ok", ""), trial["log_tail"]
-    assert trial["parity_verdict"] == "exact"
-    assert trial["nodes"] == 2
-    assert list(trial["node_names"]) == ["n1", "n2"]
-    assert [node["interface"] for node in json.loads(trial["node_facts"])] == ["lo", "lo"]
-    assert "2 nodes on 1 machine" in trial["stand_in"]
+    on_two = [cell(**{"nodes": 2, **axes}) for axes in cells]
+    trials = run_cells(*on_two, cell("ddp")).trials
+    (alone,) = trials[trials["nodes"] == 1].to_dict("records")
+    assert (alone["status"], list(alone["node_names"])) == ("ok", [])
+    for trial in trials[trials["nodes"] == 2].to_dict("records"):
+        assert (trial["status"], trial["reason"]) == ("ok", ""), trial["log_tail"]
+        assert trial["parity_verdict"] == "exact"
+        assert list(trial["node_names"]) == ["n1", "n2"]
+        assert [node["interface"] for node in json.loads(trial["node_facts"])] == ["lo", "lo"]
+        assert "2 nodes on 1 machine" in trial["stand_in"]
+    assert len(trials) == len(cells) + 1
 
 
 def test_ranks_follow_the_nodes_order(cluster: Cluster) -> None:
     outcome = cluster.run(cell("ddp", devices=4, nodes=2))
     assert [answer.node for answer in outcome.answers] == [0, 0, 1, 1]
-
-
-def test_a_warm_start_is_short(cluster: Cluster) -> None:
-    """One short start in five suffices, because others may use this machine."""
-    cluster.run(cell("ddp", nodes=2))
-    assert any((cluster.run(cell("ddp", nodes=2)).startup_seconds or 99) < 1.5 for _ in range(5))
 
 
 @pytest.mark.parametrize(
@@ -207,11 +201,6 @@ def test_a_stop_is_recorded_as_interrupted_over_nodes(cluster: Cluster) -> None:
     assert outcome.status == "interrupted"
     assert time.monotonic() - begin < 15
     assert cluster.run(cell("ddp", nodes=2)).status == "ok"
-
-
-def test_cells_of_one_node_still_run(run_cells: Callable[..., Results]) -> None:
-    trial = run_cells(cell("ddp")).trials.iloc[0]
-    assert (trial["status"], trial["nodes"], list(trial["node_names"])) == ("ok", 1, [])
 
 
 def test_the_links_of_the_nodes_are_measured(cluster: Cluster) -> None:

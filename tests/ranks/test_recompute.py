@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from harness.cell.cell import Cell
 from harness.cell.errors import Refused
 from harness.launch.launcher import Launcher
 from harness.run.profile import profile_cell
@@ -13,7 +14,7 @@ from harness.seam.peak_memory import peak_bytes
 from harness.seam.registry import validate
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
-from tests.ranks.conftest import RunCells, cell, ended, representative
+from tests.ranks.conftest import RunCells, cell, representative
 
 CELLS: dict[str, dict[str, Any]] = {
     "fsdp2": {"strategy": "fsdp2"},
@@ -110,14 +111,16 @@ def test_gradients_before_their_reduction_are_counted(
     assert max(row.peak_tracked_bytes) == pytest.approx(needed, rel=0.06)
 
 
-def test_deepspeeds_mixture_keeps_no_dot_products(run_cells: RunCells) -> None:
-    """The gate divides dot products in place, which torch refuses for saved results."""
-    axes: dict[str, Any] = {"workload": "mixtral-nano", "options": {"expert": 2}}
-    trial = run_cells(cell("deepspeed_moe", recompute="selective", **axes)).trials.iloc[0]
-    assert (trial["status"], trial["parity_verdict"]) == ("ok", "exact"), trial["reason"]
-
-
-def test_a_strategy_that_recomputes_nothing_fails(run_cells: RunCells) -> None:
-    """A strategy that builds its own model would ignore the cell's axis."""
-    trial = run_cells(cell("broken", recompute="full")).trials.iloc[0]
-    ended(trial, "failed", "did not build its model with job.model()")
+@pytest.mark.parametrize(("micro_batches", "gradients"), [(1, 1.25), (2, 1.5)])
+def test_fsdp1_has_gradients_of_frozen_parameters(micro_batches: int, gradients: float) -> None:
+    """Adapters are in two blocks, which are gathered together. One block's gradients are whole; the
+    other's are copied, and sharded after the only micro-batch."""
+    lora = Cell(
+        strategy="fsdp1", devices=2, workload="llama-nano+lora", micro_batches=micro_batches
+    )
+    workload = make_workload(lora.workload)
+    strategy, layout = validate(lora, workload)
+    facts = model_facts(workload, 32)
+    states = strategy.states(lora, layout, facts)
+    assert states is not None
+    assert states.transient == (1 + gradients) * facts.parameter_bytes

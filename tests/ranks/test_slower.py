@@ -58,6 +58,7 @@ def measure(
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(1800)
 def test_a_planted_sleep_is_found_and_an_equal_cell_is_silent(tmp_path: Path) -> None:
     code, cells = measure(tmp_path, 20.0, 5)

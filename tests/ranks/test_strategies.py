@@ -6,7 +6,6 @@ Cells that another file tests more closely are left to it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -45,20 +44,18 @@ MICRO = {
 def elsewhere(one: Cell) -> bool:
     """Returns whether another file tests this cell.
 
-    Variants of models in one process and by DDP are in test_variants.py. Ranks of mpirun are in
-    test_horovod.py, and launchers that start new interpreters in test_listening.py. States on disk
-    and wider layers are in test_deepspeed.py. Other engines of libraries are in test_accelerate.py
-    and test_trainer.py, and fp16 messages in test_fairscale.py.
+    Ranks of mpirun are in test_horovod.py, and launchers that start new interpreters in
+    test_listening.py. States on disk and wider layers are in test_deepspeed.py, other engines of
+    libraries in test_settings.py, and fp16 messages in test_sent_bytes.py.
 
     Eight ranks are slow: they train with one data axis here and with the others in test_recipe.py.
     """
-    variant = "+" in one.workload and one.strategy in ("single", "ddp")
     anew = one.launcher == "spawn" or one.options.get("config_file")
     eight = one.devices == 8 and one.options.get("data_axis") != "zero1"
     mpi = one.options.get("controller") == "mpi"
     wide = one.workload == "llama-512x2"
     library = {"engine", "reduce_fp16", "broadcast_fp16"} & set(one.options)
-    return variant or mpi or wide or bool(anew) or eight or bool(library)
+    return mpi or wide or bool(anew) or eight or bool(library)
 
 
 def cells_of_full() -> list[Cell]:
@@ -100,7 +97,7 @@ def settings(one: Cell) -> tuple[bool, int]:
 
 def parameters() -> list[ParameterSet]:
     """Returns each cell with its name. The plainest of each strategy is marked quick, and all but
-    this and the least plain one are left to thorough tests."""
+    the least plain one are left to thorough tests."""
     cells = cells_of_full()
     plainest: dict[str, Cell] = {}
     least_plain: dict[str, Cell] = {}
@@ -108,16 +105,20 @@ def parameters() -> list[ParameterSet]:
         least_plain[one.strategy] = one
     for one in sorted(cells, key=lambda one: (not settings(one)[0], settings(one)[1])):
         plainest.setdefault(one.strategy, one)
-    quick, chosen = plainest.values(), [*plainest.values(), *least_plain.values()]
-    marks = {
-        one.id: [pytest.mark.quick]
-        if one in quick
-        else []
-        if one in chosen
-        else [pytest.mark.thorough]
+    quick = {one.id for one in plainest.values()}
+    least = least_plain.values()
+    chosen = {one.id for one in cells if one in least or one.expect == "diverged"}
+    return [
+        pytest.param(
+            one,
+            id=one.name.replace(" ", "-"),
+            marks=[
+                *[pytest.mark.quick] * (one.id in quick),
+                *[pytest.mark.thorough] * (one.id not in chosen),
+            ],
+        )
         for one in cells
-    }
-    return [pytest.param(one, id=one.name.replace(" ", "-"), marks=marks[one.id]) for one in cells]
+    ]
 
 
 ALSO_RECORDED = {
@@ -178,27 +179,6 @@ def states_follow_the_formula(trial: pd.Series, within: float = 0.05) -> None:
             assert abs(fullest[kind] - formula) <= slack, (
                 f"{kind}: {list(trial[f'{kind}_bytes'])} against {formula}"
             )
-
-
-@pytest.mark.parametrize(
-    ("strategy", "options"),
-    [
-        ("zero_redundancy", {}),
-        ("fsdp1", {}),
-        ("fsdp2", {}),
-        *(("deepspeed", {"stage": stage}) for stage in (2, 3)),
-    ],
-    ids=str,
-)
-def test_states_between_steps_follow_the_formula(
-    run_cells: RunCells, strategy: str, options: dict[str, object]
-) -> None:
-    """Sharding strategies are checked on four ranks; the test above checks matrix full on two."""
-    steps = {"timed_steps": 1, "parity_steps": 4}
-    trial = run_cells(cell(strategy, 4, options=options, **steps)).trials.iloc[0]
-    assert trial["parity_verdict"] == "exact"
-    assert trial["formula_parameter_bytes"] > 0
-    states_follow_the_formula(trial)
 
 
 def test_a_users_own_model_and_text(run_cells: RunCells, tmp_path: Path) -> None:
@@ -266,55 +246,3 @@ def test_a_segment_shorter_than_the_run_is_checked_in_the_middle(run_cells: RunC
     assert results.trials.iloc[0]["parity_verdict"] == "exact"
     assert len(results.trials.iloc[0]["reference_losses"]) == 4
     assert set(results.steps[results.steps["phase"] == "settling"]["step"]) == {4}
-
-
-def test_further_schedules_train_the_same(run_cells: RunCells) -> None:
-    """Tied embeddings are on one rank in V schedules, else on both ends of the pipeline."""
-    axes = {"workload": "gpt2-micro", "micro_batches": 4, "timed_steps": 1, "parity_steps": 4}
-    schedules = ("looped_bfs", "dualpipev")
-    cells = [cell("pipeline", **axes, options={"schedule": name}) for name in schedules]
-    assert set(run_cells(*cells).trials["parity_verdict"]) == {"exact"}
-
-
-def test_each_way_to_compute_adamw_is_the_same_training(run_cells: RunCells) -> None:
-    """Tensor parallelism leaves norms as plain tensors next to DTensors.
-
-    torch refuses lists of both, and on GPUs updates by lists unless told otherwise.
-    """
-    axes: dict[str, Any] = {"timed_steps": 1, "parity_steps": 4}
-    ways = ("adamw_foreach", "adamw_fused")
-    cells = [
-        *(cell("fsdp2", **axes, optimizer=way) for way in ways),
-        *(cell("tensor", **axes, optimizer=way) for way in ways),
-        cell("parallelism_config", **axes, optimizer="adamw_foreach", options={"tensor": 2}),
-    ]
-    trials = run_cells(*cells).trials
-    assert set(trials["parity_verdict"]) == {"exact"}
-    for trial in trials.to_dict("records"):
-        states_follow_the_formula(pd.Series(trial))
-
-
-def test_further_optimizers_and_products_in_float8_train_the_same(run_cells: RunCells) -> None:
-    """Muon over shards, 8-bit moments and row-scaled float8 products match one process."""
-    axes = {"timed_steps": 1, "parity_steps": 4}
-    cells = [
-        cell("ddp", **axes, workload="llama-micro", optimizer="adamw_8bit"),
-        cell("fsdp2", **axes, optimizer="muon"),
-        *(cell(name, **axes, workload="llama-nano+float8") for name in ("ddp", "fsdp2")),
-    ]
-    trials = run_cells(*cells).trials
-    assert list(trials["reason"]) == [""] * len(cells), trials["log_tail"].tolist()
-    assert set(trials["parity_verdict"]) <= {"exact", "within tolerance"}
-    assert trials["parity_verdict"].iloc[0] == "exact"
-    for trial in trials.to_dict("records"):
-        states_follow_the_formula(pd.Series(trial))
-        eight_bits = "float8" in trial["workload"]
-        assert (trial["fp32_loss_deviation"] > 1e-6) == eight_bits
-        assert pd.notna(trial["stand_in"]) == eight_bits
-
-
-def test_embeddings_that_do_not_stay_tied_across_stages_diverge(run_cells: RunCells) -> None:
-    """The two copies drift apart if their gradients are not exchanged. Matrix full covers a GPT-2
-    pipeline that exchanges them."""
-    axes = {"workload": "gpt2-nano", "micro_batches": 2, "options": {"schedule": "gpipe"}}
-    assert run_cells(cell("untied_pipeline", **axes)).trials.iloc[0]["status"] == "diverged"

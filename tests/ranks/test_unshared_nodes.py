@@ -108,6 +108,7 @@ def kept_files(agent: int) -> dict[str, bytes]:
     return {str(file.relative_to(cache)): file.read_bytes() for file in files if file.is_file()}
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(1800)
 def test_nodes_that_share_nothing_train_the_same(
     launcher: Launcher, switch: Switch, tmp_path: Path

@@ -3,7 +3,7 @@
 import os
 from typing import Any, Literal
 
-from harness.seam import Cell, Job, TrainStep, Workload
+from harness.seam import Cell, Job, TrainStep
 from harness.strategies import _accelerate
 from harness.strategies.accelerate import Accelerate
 
@@ -20,7 +20,6 @@ class AccelerateTraps(Accelerate):
         "no_cpu",
         "threads",
         "fsdp_on_cpu",
-        "fp16_on_cpu",
         "clipping",
         "batch_sizes",
         "unnamed_backend",
@@ -30,10 +29,6 @@ class AccelerateTraps(Accelerate):
     """The omitted precaution."""
     verified: bool = True
     """Keep the strategy's check of the configuration that Accelerate detected."""
-
-    def check(self, cell: Cell, workload: Workload) -> None:
-        if self.trap != "fp16_on_cpu":
-            super().check(cell, workload)
 
     def deepspeed_config(self, cell: Cell) -> Any:
         config: Any = super().deepspeed_config(cell)

@@ -30,12 +30,7 @@ class Subtle(Strategy):
         "no_exchange",
         "no_decay",
         "last_part",
-        "stale_shard",
-        "late_correction",
         "other_epsilon",
-        "momentum_reset",
-        "other_betas",
-        "slower_statistics",
     ] = "none"
     """The planted mistake."""
     from_step: int = 0
@@ -55,19 +50,15 @@ class Subtle(Strategy):
         optimizer: Any = job.optimizer(model.parameters())
         if self.mistake == "other_epsilon":
             optimizer.param_groups[0]["eps"] = 1e-6
-        if self.mistake == "other_betas":
-            optimizer.param_groups[0]["betas"] = (0.9, 0.951)
         counted = Counted()
         job.register(model, optimizer).counters = [(counted, "steps")]
         made = _Made(self.mistake, job, model, optimizer)
 
         def step(batch: Batch) -> object:
-            once = self.mistake == "momentum_reset" and counted.steps > self.from_step
-            wrong = self.mistake if counted.steps >= self.from_step and not once else "none"
-            if made.optimizer_step < self.from_optimizer_step:
-                wrong = "none"
+            begun = counted.steps >= self.from_step
+            begun &= made.optimizer_step >= self.from_optimizer_step
             counted.steps += 1
-            return made.step(batch, wrong)
+            return made.step(batch, self.mistake if begun else "none")
 
         return step  # type: ignore[return-value]
 
@@ -77,17 +68,16 @@ class _Made:
         self.job, self.model, self.optimizer = job, model, optimizer
         self.names = {p: name for name, p in model.named_parameters()}
         self.large = max(self.names, key=lambda p: p.numel())
-        self.stale = self.large.detach().clone()
         self.element: int | None = None
         """Element of the large tensor that is never exchanged."""
 
     def step(self, batch: Batch, wrong: str) -> Any:
         import torch
 
-        if wrong in ("frozen_statistics", "slower_statistics"):
+        if wrong == "frozen_statistics":
             for module in self.model.modules():
                 if isinstance(module, torch.nn.BatchNorm2d):
-                    module.momentum = 0.0 if wrong == "frozen_statistics" else 0.099
+                    module.momentum = 0.0
         total = torch.zeros(())
         parts = self.job.cell.micro_batches
         for index, part in enumerate(batch.split(parts)):
@@ -130,12 +120,6 @@ class _Made:
     def update(self, wrong: str) -> None:
         if wrong == "no_decay":
             self.optimizer.param_groups[0]["weight_decay"] = 0.0
-        if wrong == "late_correction":
-            for state in self.optimizer.state.values():
-                state["step"] += 1 if float(state["step"]) == 1 else 0
-        if wrong == "momentum_reset" and self.optimizer.state:
-            for state in self.optimizer.state.values():
-                state["exp_avg"].zero_()
         self.optimizer.step()
 
     def after(self, wrong: str, before: dict[Any, Any]) -> None:
@@ -154,8 +138,3 @@ class _Made:
                 if wrong == "half_undecayed" and parameter.ndim >= 2:
                     half = len(parameter) // 2
                     parameter[:half] += decay * before[parameter][:half]
-            if wrong == "stale_shard" and self.job.rank == 1:
-                quarter = len(self.large) // 4
-                now = self.large[:quarter].clone()
-                self.large[:quarter] = self.stale[:quarter]
-                self.stale[:quarter] = now
