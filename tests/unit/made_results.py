@@ -140,26 +140,15 @@ def sharded() -> list[dict[str, Any]]:
     """Returns cells with states, traffic, wrappers, variants and a disk; all, some or none of a
     system's cells ran."""
     system = "3 wrapped"
-    whole = states(
-        (4, 0, 8, 4),
-        (4, 0, 8, 4),
-        formula=(4, 0, 8, 4),
-        trained_parameters=MIB,
-        parameters=MIB,
-        wraps_ddp="torchrun",
-    )
-    sent = {"sent_bytes_per_step": [4.0 * MIB, 3.9 * MIB]}
-    rows = trial_rows(
-        Cell(strategy="plain", devices=2, system=system), [50.0, 51.0, 49.0], **whole, **sent
-    )
-    rows += trial_rows(
-        Cell(strategy="wrap", devices=2, system=system),
-        [40.0, 41.0, 39.0],
-        **{**whole, **sent, "wraps_ddp": "Wrapper"},
-    )
-    cut = states(
-        (2, 0, 4, 0), (1, 0, 2, 1), formula=(2, 0, 5, 0), trained_parameters=MIB, parameters=MIB
-    )
+    sizes = {"trained_parameters": MIB, "parameters": MIB}
+    rank = (4, 0, 8, 4)
+    whole = states(rank, rank, formula=rank, **sizes)
+    whole["sent_bytes_per_step"] = [4.0 * MIB, 3.9 * MIB]
+    rows = []
+    for name, wraps, speed in (("plain", "torchrun", 50.0), ("wrap", "Wrapper", 40.0)):
+        cell = Cell(strategy=name, devices=2, system=system)
+        rows += trial_rows(cell, [speed, speed + 1, speed - 1], **whole, wraps_ddp=wraps)
+    cut = states((2, 0, 4, 0), (1, 0, 2, 1), formula=(2, 0, 5, 0), **sizes)
     disk = {
         "offload_read_bytes_per_step": 3.0 * MIB,
         "offload_written_bytes_per_step": 5.0 * MIB,
@@ -170,29 +159,18 @@ def sharded() -> list[dict[str, Any]]:
     rows += trial_rows(
         cell, [30.0, 31.0], **cut, **disk, **peaks, sent_bytes_per_step=[6.0 * MIB, 2.0 * MIB]
     )
-    few = states(
-        (4, 0, 1, 1),
-        (4, 0, 1, 1),
-        trained_parameters=MIB // 8,
-        parameters=MIB,
-        fp32_loss_deviation=0.003,
-    )
+    few = states((4, 0, 1, 1), (4, 0, 1, 1), **sizes | {"trained_parameters": MIB // 8})
+    few["fp32_loss_deviation"] = 0.003
     cell = Cell(strategy="plain", devices=2, workload="llama-mini+nf4+lora", system="21 adapters")
     rows += trial_rows(cell, [60.0, 61.0], **few, sent_bytes_per_step=[0.5 * MIB, 0.5 * MIB])
-    rows += left_out(
-        Cell(strategy="disk", devices=2, system="10 disks"),
-        "unavailable",
-        "there is no disk: mount one",
-    )
-    needed = "package rare is not installed: pip install rare"
-    rows += left_out(Cell(strategy="rare", devices=2, system="6 Rare"), "unavailable", needed)
-    rows += left_out(
-        Cell(strategy="rare", devices=2, options={"a": 1}, system="6 Rare"), "unavailable", needed
-    )
-    rows += left_out(
-        Cell(strategy="rare", devices=3, system="6 Rare"), "refused", "batch 8 does not divide by 3"
-    )
-    return rows
+    disk_cell = Cell(strategy="disk", devices=2, system="10 disks")
+    rows += left_out(disk_cell, "unavailable", "there is no disk: mount one")
+    rare = Cell(strategy="rare", devices=2, system="6 Rare")
+    for one in (rare, rare.model_copy(update={"options": {"a": 1}})):
+        needed = "package rare is not installed: pip install rare"
+        rows += left_out(one, "unavailable", needed)
+    more = rare.model_copy(update={"devices": 3})
+    return rows + left_out(more, "refused", "batch 8 does not divide by 3")
 
 
 def typical() -> list[dict[str, Any]]:

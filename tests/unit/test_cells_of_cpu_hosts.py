@@ -13,8 +13,6 @@ from harness.cell.cell import Cell
 from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.run.expected import trial_seconds
-from harness.workloads import make_workload
-from harness.workloads.counts import model_facts
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cpu_cells.json"
 CPU = Host("cpu", 2, 24 * 2**30)
@@ -57,19 +55,3 @@ def test_each_real_node_has_the_hosts_cores() -> None:
 
     assert seconds(2, 2) == seconds(2, 4) == seconds(1, 4)
     assert seconds(2, 2, "none") > 1.5 * seconds(2, 4, "none")
-
-
-def test_a_slow_or_distant_link_takes_as_long_as_its_bytes_and_messages() -> None:
-    """On two ranks, DDP sends all 4-byte gradients of llama-micro once in each direction."""
-
-    def seconds(links: str) -> float:
-        return trial_seconds(
-            Cell(strategy="ddp", workload="llama-micro", devices=2, nodes=2, links=links), 2
-        )
-
-    cell = Cell(strategy="ddp", workload="llama-micro", devices=2, nodes=2, links="100mbit")
-    facts = model_facts(make_workload(cell.workload), cell.sequence_length)
-    steps, gradients = cell.total_steps, facts.trained_bytes
-    slow, fast = gradients / (100e6 / 8), gradients / 1e9
-    assert seconds("100mbit") - seconds("none") == pytest.approx(steps * (slow - fast), rel=0.01)
-    assert seconds("100mbit 10ms") - seconds("100mbit") == pytest.approx(0.01 * steps)

@@ -107,14 +107,6 @@ def test_unset_site_keys_are_left_to_slurm() -> None:
     assert named == {*always.split()}
 
 
-def test_an_installed_suite_has_no_scripts_for_jobs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bench.cluster.jobs.ROOT", tmp_path)
-    with pytest.raises(UsageError, match="checkout"):
-        script(Site())
-
-
 @pytest.mark.parametrize("file", SITES, ids=lambda file: file.stem)
 def test_the_examples_are_read_and_use_their_own_keys(file: Path) -> None:
     site = read_site(file)

@@ -17,7 +17,6 @@ from bench.cli.profile import name_ranks
 from harness.cell.cell import Cell
 from harness.cell.errors import UsageError
 from harness.launch.outcome import Outcome
-from harness.measure.memory_kinds import peak_split
 from harness.measure.rank_traffic import Call, algorithm_bytes, counting, logical_bytes
 from harness.measure.step_breakdown import Event, breakdown, own_seconds, stacks, straggler
 from harness.record.profile_record import COMPONENTS, SPLIT
@@ -25,7 +24,6 @@ from harness.record.run_record import RunRecord
 from harness.record.store import Store, load
 from harness.record.trial import TrialRecord
 from harness.run.profile import profile_record
-from harness.seam.job import TrainState
 from harness.worker.rank_answer import ProfiledAnswer, RankAnswer
 from harness.worker.rank_profile import events_of, training_thread
 from reports.run_report import ran
@@ -281,39 +279,6 @@ def test_collectives_are_counted_with_group_and_whole_tensor() -> None:
         Call("all_gather", 80, 4): 1,
     }
     assert seen[0] > 6
-
-
-def test_the_peak_of_a_step_by_hand() -> None:
-    """Two 64 x 64 linear layers without bias, of 16 KiB each: parameters, two AdamW moments,
-    gradients, and a 1 KiB bucket."""
-    model = torch.nn.Sequential(
-        torch.nn.Linear(64, 64, bias=False), torch.nn.ReLU(), torch.nn.Linear(64, 64, bias=False)
-    )
-    optimizer = torch.optim.AdamW(model.parameters())
-    inputs = torch.randn(32, 64)
-
-    def step() -> None:
-        model(inputs).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    bucket = torch.zeros(256)
-    shown = TrainState(
-        model,
-        [optimizer],
-        library=lambda: iter([("library", "bucket", bucket), ("library", "in C++", 500)]),
-    )
-    split = peak_split(shown, "cpu", step)
-    assert split["parameters"] == 2 * 64 * 64 * 4
-    assert split["gradients"] == 2 * 64 * 64 * 4
-    assert split["optimizer"] >= 4 * 64 * 64 * 4
-    assert split["library"] == 1024 + 500
-    assert split["unseen"] == {"in C++": 500}
-    assert split["peak"] == sum(
-        split[kind]
-        for kind in ("parameters", "gradients", "optimizer", "activations", "library", "other")
-    )
 
 
 def answer(rank: int, own: float, wait: float, **more: Any) -> RankAnswer:

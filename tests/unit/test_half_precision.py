@@ -140,7 +140,7 @@ def planned(host: str) -> Plan:
     return kept_or_new_plan(Store(Path("nowhere")), options)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_record_tells_what_a_strategy_adds_to_its_precision() -> None:
     """Rounding is the only reason if strategy, optimizer and a split BatchNorm add none."""
     seen = Counter[bool]()
