@@ -275,8 +275,7 @@ def update_in_c(job: Job) -> Iterator[Patch]:
 SUBSTITUTIONS = (
     Substitution(
         "values of tensors",
-        "`.item()` returns 0 and `all()` true; `nonzero` selects everything; memory counts as"
-        " pinned",
+        "`.item()` returns 0 and `all()` true; `nonzero` selects everything",
         values,
     ),
     Substitution(
