@@ -107,10 +107,10 @@ def run(options: _PythonOptions) -> RecordedRuns:
         time_budget_seconds=options.time_budget_seconds, timed_seconds=options.timed_seconds
     )
     from bench.execution import conclude, execute, prepare
-    from harness.run.runner import SilentListener
+    from harness.run.runner import ProgressListener
 
     given = dict(vars(options))
-    listener: ProgressListener = given.pop("listener") or SilentListener()
+    listener: ProgressListener = given.pop("listener") or ProgressListener()
     of_command = CommandOptions(**given)
     prepared = prepare(of_command)
     ended = execute(

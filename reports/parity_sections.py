@@ -18,7 +18,7 @@ from reports.names import chart_name, main_workload, marks
 from reports.run_report import RunReport
 from reports.sections import Panel
 from reports.text import deviation, finite, number
-from reports.verdict_sections import ParityCounts
+from reports.verdict_sections import judged, parity_steps
 
 MOST_LOSSES = 6
 MOST_NAMED = 12
@@ -199,7 +199,6 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
     )
     states = any(cell.states.state_bytes is not None for cell in cells)
     sent = any(cell.traffic.sent_bytes_per_step is not None for cell in cells)
-    parity = ParityCounts.of(cells)
     ties = (
         "cells that may be the fastest of their setting are marked ≈ (multiple comparisons with"
         f" the best, Hsu 1981, 95 % together). Pairs: {ESTIMATES_COMPARED}"
@@ -215,7 +214,7 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
         ("Bytes sent", prose("method sent") if sent else ""),
         ("Scaling efficiency", prose("method efficiency")),
         ("FLOPs and MFU", FORMULA),
-        ("Parity", prose("method parity", steps=parity.steps if parity else "")),
+        ("Parity", prose("method parity", steps=parity_steps(judged(cells)))),
     ]
     return [(name, text) for name, text in rows if text]
 
@@ -242,7 +241,8 @@ def method_line(report: RunReport) -> str:
 
 
 def parity_line(report: RunReport) -> str:
-    found = ParityCounts.of(report.cells)
-    if found is None:
+    cells = judged(report.cells)
+    if not cells:
         return "no cell was verified"
-    return f"{found.passed} of {plural(found.judged, 'cell')} agree with their reference"
+    passed = sum(cell.parity.verdict != "diverged" for cell in cells)
+    return f"{passed} of {plural(len(cells), 'cell')} agree with their reference"

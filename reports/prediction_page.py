@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from harness.cell.errors import plural
-from harness.planner.cluster.cluster_plan import ClusterCandidate, ClusterPlan, SweepSquare
+from harness.planner.cluster.cluster_plan import ClusterCandidate, ClusterPlan, Square
 from reports import blocks as ui
 from reports.blocks import data, key, prose, small
 from reports.html_writer import PageHead, PageSection, html_page
@@ -16,13 +16,13 @@ MOST_ROWS = 20
 
 
 def plan_page(
-    plan: ClusterPlan, sentences: Sequence[str], source: str, squares: Sequence[SweepSquare]
+    plan: ClusterPlan, sentences: Sequence[str], source: str, squares: Sequence[Square]
 ) -> str:
     """Returns the page; `source` names the constants, `squares` are those of a sweep."""
     question, best = plan.question, plan.candidates[0]
-    by_model: dict[str, list[SweepSquare]] = {}
+    by_model: dict[str, list[Square]] = {}
     for square in squares:
-        by_model.setdefault(square.model, []).append(square)
+        by_model.setdefault(square[0].shape.name, []).append(square)
     choice = (
         f"Use {best.strategy}: {best.layout.text}. A step takes {best.seconds:.3g} s, which is"
         f" {best.tokens_per_second:,.0f} tokens/s."
@@ -72,38 +72,45 @@ def _row(one: ClusterCandidate) -> ui.Row:
     return ui.Row(data(f"{one.strategy}: {one.layout.text}"), [*map(ui.Td, texts)])
 
 
-def _winners(by_model: Mapping[str, Sequence[SweepSquare]]) -> ui.Table:
+def _winners(by_model: Mapping[str, Sequence[Square]]) -> ui.Table:
     squares = [square for squares in by_model.values() for square in squares]
-    winners = list(dict.fromkeys(square.winner for square in squares if square.winner))
+    winners = list(dict.fromkeys(best.strategy for _, best in squares if not isinstance(best, str)))
 
-    def td(square: SweepSquare) -> ui.Td:
-        if not square.winner:
-            return ui.Td("does not run", "word", square.reason)
-        colour = key(f"series-{winners.index(square.winner) % 7}")
-        speed = small(f" {number(square.tokens_per_second)}")
-        return ui.Td([colour, " ", data(square.winner), speed], "word")
+    def td(square: Square) -> ui.Td:
+        best = square[1]
+        if isinstance(best, str):
+            return ui.Td("does not run", "word", best)
+        colour = key(f"series-{winners.index(best.strategy) % 7}")
+        speed = small(f" {number(best.tokens_per_second)}")
+        return ui.Td([colour, " ", data(best.strategy), speed], "word")
 
-    counts = dict.fromkeys(square.devices for square in squares)
+    counts = dict.fromkeys(question.devices for question, _ in squares)
     columns = [ui.ColumnHead(str(count), kind="word") for count in counts]
     label = "The best strategy of each model on each number of devices"
     rows = [ui.Row(data(model), list(map(td, of_model))) for model, of_model in by_model.items()]
     return ui.Table("winners", label, "model", columns, rows, "compact")
 
 
-def _charts(by_model: Mapping[str, Sequence[SweepSquare]]) -> Iterator[ui.Chart]:
-    for name, title, unit, scale, fields in (
-        ("throughput", "Throughput", "tokens/s", 1.0, ("tokens_per_second", "tokens")),
-        ("memory", "Memory of the fullest device", "GB", 1e9, ("memory_bytes", "memory")),
+def _charts(by_model: Mapping[str, Sequence[Square]]) -> Iterator[ui.Chart]:
+    speeds, memories = [], []
+    for model, squares in by_model.items():
+        ran = [(asked, best) for asked, best in squares if not isinstance(best, str)]
+        if not ran:
+            continue
+        counts = tuple(asked.devices for asked, _ in ran)
+        rates = tuple(best.tokens_per_second for _, best in ran)
+        slowest = tuple(asked.tokens / best.seconds_high for asked, best in ran)
+        fastest = tuple(asked.tokens / best.seconds_low for asked, best in ran)
+        speeds.append(Line(model, counts, rates, slowest, fastest))
+        gigabytes = (
+            tuple(getattr(best, f"reserved_{name}") / 1e9 for _, best in ran)
+            for name in ("bytes", "low", "high")
+        )
+        memories.append(Line(model, counts, *gigabytes))
+    for name, title, unit, lines in (
+        ("throughput", "Throughput", "tokens/s", speeds),
+        ("memory", "Memory of the fullest device", "GB", memories),
     ):
-        value, bound = fields
-        lines = []
-        for model, squares in by_model.items():
-            if ran := [square for square in squares if square.winner]:
-                values, lows, highs = (
-                    tuple(getattr(square, field) / scale for square in ran)
-                    for field in (value, f"{bound}_low", f"{bound}_high")
-                )
-                lines.append(Line(model, tuple(s.devices for s in ran), values, lows, highs))
         if lines:
             summary = f"{title} ({unit}), predicted: {'; '.join(line.summary for line in lines)}"
             logarithmic = name == "throughput"

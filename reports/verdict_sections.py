@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from harness.analysis.answer import why_no_advice, why_no_more_trials
 from harness.analysis.cell_result import CellResult
@@ -66,33 +66,15 @@ def rate_text(group: RankedGroup, cell: RankedCell) -> str:
     return f"{number(rate.value)} {group.unit}, {interval}"
 
 
-@dataclass(frozen=True)
-class ParityCounts:
-    """How many cells trained the same as the reference."""
+def judged(cells: Iterable[CellResult]) -> list[CellResult]:
+    """Returns the cells that a parity verdict says something about."""
+    verdicts = ("exact", "within tolerance", "diverged")
+    return [cell for cell in cells if cell.parity.verdict in verdicts]
 
-    passed: int
-    judged: int
-    steps: str
-    unexpected: int
-    rewound: int
-    """Cells rewound between timed steps and verified again."""
 
-    @classmethod
-    def of(cls, cells: Iterable[CellResult]) -> ParityCounts | None:
-        """Returns None if no cell was verified."""
-        verdicts = ("exact", "within tolerance", "diverged")
-        judged = [cell for cell in cells if cell.parity.verdict in verdicts]
-        if not judged:
-            return None
-        steps = sorted({cell.cell.parity_steps for cell in judged})
-        away = [cell for cell in judged if cell.parity.verdict == "diverged"]
-        return cls(
-            len(judged) - len(away),
-            len(judged),
-            " or ".join(map(str, steps)),
-            sum(not cell.expected for cell in away),
-            sum(bool(cell.parity.rewinds) for cell in judged),
-        )
+def parity_steps(cells: Iterable[CellResult]) -> str:
+    """Returns `20`, or `10 or 20`."""
+    return " or ".join(map(str, sorted({cell.cell.parity_steps for cell in cells})))
 
 
 def verdict_blocks(report: RunReport) -> ui.Blocks:
@@ -114,7 +96,7 @@ def verdict_blocks(report: RunReport) -> ui.Blocks:
     blocks.append(_figures(group, roles))
     if coarse := why_no_more_trials(group.rows):
         blocks.append(ui.Paragraph(data(f"{coarse}."), "small"))
-    return [*blocks, *_same_training(ParityCounts.of(report.cells))]
+    return [*blocks, *_same_training(judged(report.cells))]
 
 
 Roles = list[tuple[CellResult, str]]
@@ -224,21 +206,23 @@ def _disturbed(rows: Iterable[CellResult]) -> ui.Blocks:
     ]
 
 
-def _same_training(parity: ParityCounts | None) -> ui.Blocks:
-    if parity is None:
+def _same_training(cells: Sequence[CellResult]) -> ui.Blocks:
+    if not cells:
         return []
-    away = parity.judged - parity.passed
-    expected = away - parity.unexpected
-    diverged = f" {plural(away, 'cell')} diverged{', as expected,' if expected == away else ''}"
-    diverged += f" and {'is' if away == 1 else 'are'} not ranked"
-    if 0 < expected < away:
+    away = [cell for cell in cells if cell.parity.verdict == "diverged"]
+    expected = sum(cell.expected for cell in away)
+    rewound = sum(bool(cell.parity.rewinds) for cell in cells)
+    as_expected = ", as expected," if expected == len(away) else ""
+    diverged = f" {plural(len(away), 'cell')} diverged{as_expected}"
+    diverged += f" and {'is' if len(away) == 1 else 'are'} not ranked"
+    if 0 < expected < len(away):
         diverged += f", {expected} of them as expected"
     text = prose(
         "same training",
-        passed=parity.passed,
-        judged=plural(parity.judged, "cell"),
-        steps=parity.steps,
-        rewound=prose("rewound", count=parity.rewound) if parity.rewound else "",
+        passed=len(cells) - len(away),
+        judged=plural(len(cells), "cell"),
+        steps=parity_steps(cells),
+        rewound=prose("rewound", count=rewound) if rewound else "",
         diverged=f".{diverged}" if away else "",
     )
     return [ui.Paragraph(text, "small")]

@@ -10,7 +10,6 @@ import io
 import sys
 import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -36,25 +35,15 @@ def findings(root: Path = ROOT) -> Iterator[str]:
                     yield f"{name}: {function}: {lines} lines, {FUNCTION_LINES} at most"
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Size of the Python files of some folders."""
-
-    files: int
-    lines: int
-    code: int
-    """Lines that hold code. Blank lines, comments and docstrings do not count."""
-    classes: int
-
-
-def figures(files: list[Path]) -> Figures:
-    """Counts files, lines, lines of code and classes."""
+def figures(files: list[Path]) -> tuple[int, int, int, int]:
+    """Returns the numbers of files, lines, lines that hold code, and classes."""
     texts = [file.read_text() for file in files]
-    return Figures(
+    nodes = (node for text in texts for node in ast.walk(ast.parse(text)))
+    return (
         len(files),
         sum(len(text.splitlines()) for text in texts),
         sum(len(code_lines(text)) for text in texts),
-        sum(isinstance(node, ast.ClassDef) for text in texts for node in ast.walk(ast.parse(text))),
+        sum(isinstance(node, ast.ClassDef) for node in nodes),
     )
 
 
@@ -87,8 +76,8 @@ def print_figures(root: Path = ROOT) -> None:
     print(f"{'':<22}{'files':>6}{'lines':>8}{'code':>8}{'classes':>9}")
     for name, files in rows.items():
         if files:
-            size = figures(files)
-            print(f"{name:<22}{size.files:>6}{size.lines:>8,}{size.code:>8,}{size.classes:>9}")
+            count, lines, code, classes = figures(files)
+            print(f"{name:<22}{count:>6}{lines:>8,}{code:>8,}{classes:>9}")
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from harness.analysis.stats import Comparison, comparison, students_t
 from harness.cell.errors import UsageError
-from harness.run.runner import SilentListener
+from harness.run.runner import ProgressListener
 
 if TYPE_CHECKING:
     from harness.analysis.compare import ComparedCell, RunComparison
@@ -53,7 +53,7 @@ class Work:
     rounds: int
 
 
-class Turns(SilentListener):
+class Turns(ProgressListener):
     """Waits for permission before each trial."""
 
     def __init__(self, line: socket.socket) -> None:

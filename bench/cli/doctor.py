@@ -146,9 +146,10 @@ def _devices() -> dict[str, str]:
     }
     for index, (name, memory) in enumerate(gpus()):
         rows[f"GPU {index}"] = f"{name}, {memory / 2**30:.1f} GiB"
-    if version := driver().version:
-        newest = ".".join(map(str, driver().cuda or ())) or "unknown"
-        rows["driver"] = f"{version}, CUDA up to {newest}"
+    installed, cuda = driver()
+    if installed:
+        newest = ".".join(map(str, cuda or ())) or "unknown"
+        rows["driver"] = f"{installed}, CUDA up to {newest}"
     if between := {link for row in gpu_topology() for link in row} - {"self"}:
         rows["between GPUs"] = ", ".join(sorted(between))
     rows["used by cells"] = device_type()

@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
@@ -19,9 +16,7 @@ if TYPE_CHECKING:
 
     from bench.matrix import Axes, Host, Matrix
     from harness.analysis.maxsize import MaxsizeResult
-    from harness.cell.cell import Cell
     from harness.record.plan import Plan
-    from harness.record.trial import TrialRecord
     from harness.run.runner import Runner
 
 HOME = Path(__file__).parents[1]
@@ -85,6 +80,7 @@ def maxsize(
     Example: [bold]python -m bench maxsize --budget 1GiB --only fsdp2[/bold]
     """
     from bench.cli import terminal
+    from bench.cli.run_progress import SearchProgress
     from harness.cell.errors import UsageError
     from harness.record.plan import MATRIX, resumable
     from harness.record.store import Store
@@ -105,8 +101,9 @@ def maxsize(
     else:
         console.print("counting parameters, states and activations")
         what = grow or "model"
-        request = SearchRequest(what, budget or BUDGETS[what], ranks, hidden, cells or CELLS[what])
-        runner = Runner(store, _plan(request, only or [], _changes(settings or [], what)))
+        chosen, file = budget or BUDGETS[what], cells or CELLS[what]
+        changes = _changes(settings or [], what)
+        runner = Runner(store, _plan(what, chosen, ranks, hidden, file, only or [], changes))
         runner.begin()
     with terminal.stop_signals():
         finished = Search(runner, SearchProgress(console, runner.plan)).run()
@@ -172,54 +169,57 @@ def _changes(settings: list[str], grow: str = "model") -> Axes:
     return changes
 
 
-@dataclass(frozen=True)
-class SearchRequest:
-    grow: Literal["model", "sequence"]
-    budget: str
-    ranks: int | None
-    hidden: int | None
-    file: Path
+def _budget_bytes(text: str, many: int, host: Host) -> int:
+    """Returns the budget of each of `many` ranks; raises UsageError if the host has less."""
+    from bench.matrix import parse_bytes
+    from harness.cell.errors import UsageError
 
-    def budget_on(self, host: Host) -> int:
-        """Returns the budget in bytes; raises UsageError if the host has less."""
-        from bench.matrix import parse_bytes
-        from harness.cell.errors import UsageError
-
-        budget, many = parse_bytes(self.budget), self.ranks or host.many
-        needed = budget * (1 if host.device == "cuda" else many)
-        if not 0 < needed <= host.memory_bytes:
-            whose = "a GPU" if host.device == "cuda" else f"this host for {plural(many, 'rank')}"
-            raise UsageError(
-                f"--budget {self.budget!r}: give more than 0 and at most the"
-                f" {host.memory_bytes / 2**30:.1f} GiB of {whose}"
-            )
-        return budget
-
-    def workloads(self, budget: int, many: int) -> dict[str, str]:
-        from harness.run.maxsize import hidden_size, long_hidden_size, wide_size
-
-        if self.grow == "sequence":
-            main = self.hidden or long_hidden_size(budget, LONG_TOKENS, many)
-            return {"main": f"llama-{main}x4"}
-        main = self.hidden or hidden_size(budget)
-        return {"main": f"llama-{main}x1", "wide": f"llama-{max(main, wide_size(many))}x1"}
+    budget = parse_bytes(text)
+    needed = budget * (1 if host.device == "cuda" else many)
+    if not 0 < needed <= host.memory_bytes:
+        whose = "a GPU" if host.device == "cuda" else f"this host for {plural(many, 'rank')}"
+        raise UsageError(
+            f"--budget {text!r}: give more than 0 and at most the"
+            f" {host.memory_bytes / 2**30:.1f} GiB of {whose}"
+        )
+    return budget
 
 
-def _plan(request: SearchRequest, strategies: list[str], changes: Axes) -> Plan:
+def _plan(
+    grow: Literal["model", "sequence"],
+    budget_text: str,
+    ranks: int | None,
+    hidden: int | None,
+    file: Path,
+    strategies: list[str],
+    changes: Axes,
+) -> Plan:
     from bench.expand import expand
     from bench.matrix import Host, SearchMatrix, read_as
-    from harness.run.maxsize import plan_of, token_step
+    from harness.run.maxsize import (
+        hidden_size,
+        long_hidden_size,
+        plan_of,
+        token_step,
+        wide_size,
+    )
 
-    read = read_as(str(request.file), SearchMatrix)
+    read = read_as(str(file), SearchMatrix)
     host = Host.here()
-    many, budget = request.ranks or host.many, request.budget_on(host)
-    workloads = request.workloads(budget, many)
-    tokens = token_step(workloads["main"], many, budget) if request.grow == "sequence" else 0
-    grown = {"sequence_length": tokens} if tokens else {}
+    many = ranks or host.many
+    budget = _budget_bytes(budget_text, many, host)
+    tokens, grown = 0, {}
+    if grow == "sequence":
+        workloads = {"main": f"llama-{hidden or long_hidden_size(budget, LONG_TOKENS, many)}x4"}
+        tokens = token_step(workloads["main"], many, budget)
+        grown = {"sequence_length": tokens}
+    else:
+        main = hidden or hidden_size(budget)
+        workloads = {"main": f"llama-{main}x1", "wide": f"llama-{max(main, wide_size(many))}x1"}
     expanded = expand(
         _with_ranks(read, many).model_copy(update={"workloads": workloads}),
         host,
-        name=str(request.file),
+        name=str(file),
         only=strategies,
         changes={**changes, **grown, "memory_limit_bytes": budget},
     )
@@ -235,53 +235,6 @@ def _with_ranks(matrix: Matrix, many: int) -> Matrix:
     return matrix.model_copy(
         update={"cells": entries, "numbers": {**matrix.numbers, "ranks": many}}
     )
-
-
-class SearchProgress:
-    def __init__(self, out: Console, plan: Plan) -> None:
-        self.out, self.plan = out, plan
-        self.place = {cell.label: number for number, cell in enumerate(plan.cells)}
-        self.began = time.monotonic()
-
-    def preparing(self, what: str) -> None:
-        self.out.print(what)
-
-    def round_added(self, cells: Sequence[Cell], among: str) -> None: ...
-    def time_is_spent(self, left_out: int) -> None: ...
-
-    def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
-
-    def step(self, step: int, seconds: float) -> None: ...
-
-    def trial_finished(self, cell: Cell, trial: TrialRecord) -> None:
-        from rich.markup import escape
-
-        from bench.cli import terminal
-        from harness.analysis.maxsize import millions
-
-        number, total = self.place[cell.label], len(self.plan.cells)
-        # On average, half of a strategy's probes are done.
-        share = (number + (0.9 if trial.trial else 0.5)) / total
-        left = (time.monotonic() - self.began) * (1 - share) / share
-        if trial.status == "ok":
-            result = f"trains, parity {trial.parity_verdict}" if trial.trial else "fits"
-        elif trial.status == "out_of_memory":
-            result = f"out of memory in {trial.failed_in}" if trial.failed_in else "out of memory"
-        else:
-            result = f"{trial.status}: {trial.reason}"
-        assert trial.parameters is not None
-        assert trial.wall_seconds is not None
-        blocks = f"{cell.workload.rpartition('x')[2]} blocks"
-        size = f"{blocks}, {millions(trial.parameters)} parameters"
-        if self.plan.search and self.plan.search.get("tokens"):
-            size = f"{cell.sequence_length} tokens"
-        text = (
-            f"{cell.label}: {size}{'' if cell.memory_limit_bytes else ' without the limit'}:"
-            f" {result} ({trial.wall_seconds:.1f} s)"
-        )
-        self.out.print(
-            escape(f"[{number + 1}/{total}] {text}, about {terminal.duration(left)} left")
-        )
 
 
 def show(out: Console, plan: Plan, rows: list[MaxsizeResult]) -> list[str]:

@@ -174,7 +174,7 @@ def _table(answers: Sequence[Answer]) -> Table:
             table.add_row(escape(cell.label), "-", "unknown")
             continue
         for rank in rehearsal.ranks:
-            sizes = [rank.peak_bytes, *asdict(rank.at_peak).values()]
+            sizes = [rank.peak_bytes, *rank.at_peak.values()]
             sizes += [rank.setup_peak_bytes, rank.kept_bytes]
             table.add_row(escape(cell.label), str(rank.rank), *map(_size, sizes))
     return table

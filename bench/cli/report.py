@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from harness.record.store import Store
 
 PAGES = Path("reports") / "html"
+PAGE_FORMATS = ("html", "pdf-ready")
 SECTIONED = ("html", "md", "pdf-ready")
 _USAGE = "python -m bench report --out FILE"
 
@@ -46,15 +46,6 @@ OpenBrowser: TypeAlias = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class ReportOptions:
-    format_name: Format
-    sections: tuple[str, ...]
-    baseline: str
-    out: Path | None
-    json_output: bool
-
-
 def report(
     run: Runs = None,
     results: Results = Path("results"),
@@ -75,18 +66,16 @@ def report(
 
     Example: [bold]python -m bench report --open[/bold]
     """
+    from bench.select import find_runs
     from harness.cell.errors import UsageError
     from harness.record.store import Store
+    from reports import write_whole
 
-    store = Store(results)
-    options = ReportOptions(
-        format_name or (format_of(out) if out else "html"),
-        tuple(section or ()),
-        baseline_cell,
-        out,
-        json_output,
-    )
-    _check(options, open_browser and not index)
+    store, sections = Store(results), section or []
+    chosen = format_name or (format_of(out) if out else "html")
+    uses_of_file = ["--open shows a file"] if open_browser else []
+    uses_of_file += ["--json lists the files written"] if json_output else []
+    _check(chosen, sections, out, [] if index else uses_of_file)
     if index:
         if run or every or each or section or baseline_cell or format_name not in (None, "html"):
             raise UsageError(
@@ -95,83 +84,70 @@ def report(
             )
         written, run_ids = [_index(store, out or PAGES / "index.html")], store.run_ids()
     else:
-        written, run_ids = _reports(store, run or [], every, each, options)
+        run_ids = find_runs(store, run or [], every)
+        if each and out and len(run_ids) > 1:
+            raise UsageError(
+                f"--out names one file, but --each writes {len(run_ids)} reports; leave one of the"
+                " two out"
+            )
+        if baseline_cell and not each and len(run_ids) > 1:
+            raise UsageError("--baseline-cell is for reports of one run: name one, or use --each")
+        written = []
+        for group in [[run_id] for run_id in run_ids] if each else [run_ids]:
+            text = _text(store, group, chosen, sections, baseline_cell)
+            if path := out or _page(group, chosen):
+                written.append(write_whole(text, path, _USAGE))
+            else:
+                print(text, end="")
+    paths = [str(path) for path in written]
     if json_output:
-        paths = [str(path) for path in written]
         print(json.dumps({"report": paths[0], "reports": paths, "runs": run_ids}))
     else:
-        for path in written:
-            print(path)
+        print("".join(f"{path}\n" for path in paths), end="")
     if open_browser:
         for path in written:
             typer.launch(path.resolve().as_uri())
 
 
-def _check(options: ReportOptions, open_browser: bool) -> None:
+def _check(
+    chosen: Format, sections: Sequence[str], out: Path | None, uses_of_file: Sequence[str]
+) -> None:
     from harness.cell.errors import UsageError
 
-    out, chosen = options.out, options.format_name
     if out is not None and out.is_dir():
         raise UsageError(
             f"--out {str(out)!r} is a folder; name the file, such as {str(out / 'report.html')!r}"
         )
-    if chosen not in SECTIONED and options.sections:
+    if chosen not in SECTIONED and sections:
         raise UsageError(
             f"--section selects parts of a page or text, but {chosen} always has every cell:"
             " leave --section out, or use --format html or md"
         )
-    if open_browser and out is None and chosen not in ("html", "pdf-ready"):
-        raise UsageError(
-            f"--open shows a file, but --format {chosen} goes to the terminal: name a file with"
-            " --out"
-        )
-
-
-def _reports(
-    store: Store, patterns: Sequence[str], every: bool, per_run: bool, options: ReportOptions
-) -> tuple[list[Path], list[str]]:
-    from bench.select import find_runs
-    from harness.cell.errors import UsageError
-
-    run_ids = find_runs(store, patterns, every)
-    if per_run and options.out is not None and len(run_ids) > 1:
-        raise UsageError(
-            f"--out names one file, but --each writes {len(run_ids)} reports; leave one of the"
-            " two out"
-        )
-    groups = [[run_id] for run_id in run_ids] if per_run else [run_ids]
-    if options.baseline and len(groups[0]) > 1:
-        raise UsageError("--baseline-cell is for reports of one run: name one, or use --each")
-    written = [_one(store, group, options) for group in groups]
-    return [path for path in written if path is not None], run_ids
-
-
-def _one(store: Store, wanted: list[str], options: ReportOptions) -> Path | None:
-    from harness.cell.errors import UsageError
-    from reports import write_whole
-
-    if options.out is None and options.format_name not in ("html", "pdf-ready"):
-        if options.json_output:
+    for use in uses_of_file:
+        if out is None and chosen not in PAGE_FORMATS:
             raise UsageError(
-                f"--json lists the files written, but --format {options.format_name} goes to the"
-                " terminal: name a file with --out"
+                f"{use}, but --format {chosen} goes to the terminal: name a file with --out"
             )
-        print(_text(store, wanted, options), end="")
+
+
+def _page(wanted: Sequence[str], chosen: Format) -> Path | None:
+    """Returns where a page of these runs goes; None for a format that goes to the terminal."""
+    if chosen not in PAGE_FORMATS:
         return None
     name = wanted[0] if len(wanted) == 1 else f"{wanted[0]}-to-{wanted[-1]}"
-    suffix = ".print.html" if options.format_name == "pdf-ready" else ".html"
-    path = options.out or PAGES / f"{name}{suffix}"
-    return write_whole(_text(store, wanted, options), path, _USAGE)
+    return PAGES / f"{name}{'.print.html' if chosen == 'pdf-ready' else '.html'}"
 
 
-def _text(store: Store, wanted: list[str], options: ReportOptions) -> str:
+def _text(
+    store: Store, wanted: list[str], chosen: Format, sections: Sequence[str], baseline_cell: str
+) -> str:
     from bench.select import baseline_choice
     from harness.record.plan import kept_plan
     from reports import report_text
 
     results = store.load(wanted, steps=False)
-    baseline = baseline_choice(options.baseline, kept_plan(store, wanted[0]).cells)
-    written = report_text(results, options.format_name, options.sections, baseline)
+    baseline = baseline_choice(baseline_cell, kept_plan(store, wanted[0]).cells)
+    written = report_text(results, chosen, sections, baseline)
     if written.absent:
         typer.echo(f"without data, so left out: {', '.join(written.absent)}", err=True)
     return written.text

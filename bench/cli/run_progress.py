@@ -11,7 +11,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from bench.cli.terminal import duration, table
+from harness.analysis.maxsize import millions
 from harness.cell.errors import plural
+from harness.run.runner import ProgressListener
 
 if TYPE_CHECKING:
     from bench.execution import Prepared
@@ -25,7 +27,7 @@ AS_EXPECTED = 0.1
 builds a library predicts little."""
 
 
-class RunProgress:
+class RunProgress(ProgressListener):
     """A progress bar on a terminal, else a line per trial."""
 
     def __init__(
@@ -143,6 +145,39 @@ class RunProgress:
         left_of_budget = self.budget - (now - self.began)
         most_seconds = left_of_budget if self.races else min(seconds, left_of_budget)
         self.seconds_left = max(least_seconds, most_seconds)
+
+
+class SearchProgress(ProgressListener):
+    def __init__(self, out: Console, plan: Plan) -> None:
+        self.out, self.plan = out, plan
+        self.place = {cell.label: number for number, cell in enumerate(plan.cells)}
+        self.began = time.monotonic()
+
+    def preparing(self, what: str) -> None:
+        self.out.print(what)
+
+    def trial_finished(self, cell: Cell, trial: TrialRecord) -> None:
+        number, total = self.place[cell.label], len(self.plan.cells)
+        # On average, half of a strategy's probes are done.
+        share = (number + (0.9 if trial.trial else 0.5)) / total
+        left = (time.monotonic() - self.began) * (1 - share) / share
+        if trial.status == "ok":
+            result = f"trains, parity {trial.parity_verdict}" if trial.trial else "fits"
+        elif trial.status == "out_of_memory":
+            result = f"out of memory in {trial.failed_in}" if trial.failed_in else "out of memory"
+        else:
+            result = f"{trial.status}: {trial.reason}"
+        assert trial.parameters is not None
+        assert trial.wall_seconds is not None
+        blocks = f"{cell.workload.rpartition('x')[2]} blocks"
+        size = f"{blocks}, {millions(trial.parameters)} parameters"
+        if self.plan.search and self.plan.search.get("tokens"):
+            size = f"{cell.sequence_length} tokens"
+        text = (
+            f"{cell.label}: {size}{'' if cell.memory_limit_bytes else ' without the limit'}:"
+            f" {result} ({trial.wall_seconds:.1f} s)"
+        )
+        self.out.print(escape(f"[{number + 1}/{total}] {text}, about {duration(left)} left"))
 
 
 def show_plan(out: Console, prepared: Prepared) -> None:

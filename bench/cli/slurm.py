@@ -4,7 +4,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -175,20 +175,6 @@ def _readable(matrix: str) -> str:
     return matrix if (HOME / f"{matrix}.yaml").is_file() else str(Path(matrix).resolve())
 
 
-@dataclass(frozen=True)
-class RunStatus:
-    run_id: str
-    matrix: str
-    cells: int
-    trials: int
-    recorded: int
-    """Trials that need not run again."""
-    left_out: int
-    statuses: dict[str, int]
-    newest: str | None
-    newest_at: str | None
-
-
 def status(
     name: JobOrRun = "",
     results: opt.Results = Path("results"),
@@ -215,14 +201,14 @@ def status(
         if name:
             raise UsageError(f"no job or run {name!r} in {str(results)!r}")
         raise NoRuns(f"no runs in results folder {str(results)!r}")
-    progress = _progress(store, run_id) if run_id in run_ids else None
+    begun = run_id in run_ids
+    progress, sentences = _progress(store, run_id) if begun else ({}, [])
     states_of_jobs = [state for job in jobs for state in states(job.job)]
     if json_output:
-        begun = {"run_id": run_id, "begun": progress is not None}
         print(
             json.dumps(
-                begun
-                | (asdict(progress) if progress else {})
+                {"run_id": run_id, "begun": begun}
+                | progress
                 | {
                     "jobs": [asdict(state) for state in states_of_jobs],
                     "submitted": [asdict(job) for job in jobs],
@@ -230,7 +216,9 @@ def status(
             )
         )
     else:
-        _show(run_id, progress, states_of_jobs, forgotten=bool(jobs) and not states_of_jobs)
+        if not begun:
+            sentences = [f"run {run_id or '(not named yet)'} has not started"]
+        _show(sentences, states_of_jobs, forgotten=bool(jobs) and not states_of_jobs)
 
 
 def _run_of_job(store: Store, job: str) -> str:
@@ -240,7 +228,8 @@ def _run_of_job(store: Store, job: str) -> str:
     return ""
 
 
-def _progress(store: Store, run_id: str) -> RunStatus:
+def _progress(store: Store, run_id: str) -> tuple[dict[str, object], list[str]]:
+    """Returns how far a run is, as data and in sentences."""
     from harness.record.plan import kept_plan
 
     plan = kept_plan(store, run_id)
@@ -249,38 +238,39 @@ def _progress(store: Store, run_id: str) -> RunStatus:
         key=lambda trial: trial.started_at,
     )
     last = {(trial.cell_id, trial.trial): trial.status for trial in launched}
-    newest = launched[-1] if launched else None
-    return RunStatus(
-        run_id,
-        plan.matrix,
-        len(plan.cells),
-        len(plan.schedule()),
-        sum(status != "interrupted" for status in last.values()),
-        len(plan.left_out),
-        dict(Counter(last.values()).most_common()),
-        f"{newest.cell_name} trial {newest.trial}: {newest.status}" if newest else None,
-        newest.started_at.isoformat() if newest else None,
-    )
+    statuses = dict(Counter(last.values()).most_common())
+    counts = ", ".join(f"{count} {status}" for status, count in statuses.items())
+    recorded = sum(status != "interrupted" for status in last.values())
+    trials = len(plan.schedule())
+    counted = f"{recorded} of {trials} trials ({counts or 'nothing recorded yet'})"
+    sentences = [f"run {run_id} of matrix {plan.matrix}: {counted}"]
+    newest = newest_at = None
+    if launched:
+        trial = launched[-1]
+        newest = f"{trial.cell_name} trial {trial.trial}: {trial.status}"
+        newest_at = trial.started_at.isoformat()
+        sentences.append(f"newest: {newest}")
+    return {
+        "run_id": run_id,
+        "matrix": plan.matrix,
+        "cells": len(plan.cells),
+        "trials": trials,
+        "recorded": recorded,
+        "left_out": len(plan.left_out),
+        "statuses": statuses,
+        "newest": newest,
+        "newest_at": newest_at,
+    }, sentences
 
 
-def _show(
-    run_id: str, progress: RunStatus | None, jobs: Sequence[JobState], forgotten: bool
-) -> None:
+def _show(sentences: Sequence[str], jobs: Sequence[JobState], forgotten: bool) -> None:
     from rich.markup import escape
 
     from bench.cli import terminal
 
     console = terminal.console()
-    if progress is None:
-        console.print(f"run {run_id or '(not named yet)'} has not started")
-    else:
-        counts = ", ".join(f"{count} {status}" for status, count in progress.statuses.items())
-        console.print(
-            f"run {run_id} of matrix {escape(progress.matrix)}: {progress.recorded} of"
-            f" {progress.trials} trials ({counts or 'nothing recorded yet'})"
-        )
-        if progress.newest:
-            console.print(f"newest: {escape(progress.newest)}")
+    for sentence in sentences:
+        console.print(escape(sentence))
     for job in jobs:
         where = f" on {job.nodes}" if job.nodes else ""
         reason = f" ({job.reason})" if job.reason else ""

@@ -22,7 +22,7 @@ from harness.parity.verdict import KINDS
 from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.run.references import declared
-from harness.run.runner import Runner, SilentListener
+from harness.run.runner import ProgressListener, Runner
 from harness.seam.registry import validate
 from harness.workloads import make_workload
 
@@ -85,7 +85,7 @@ def train(folder: Path) -> None:
     plan = Plan.new("parity deviations", list(cells()), 1, [])
     runner = Runner(Store(folder), plan, launcher=Launcher)
     runner.begin()
-    runner.run(SilentListener())
+    runner.run(ProgressListener())
 
 
 def nearest(found: pd.Series, limits: pd.Series) -> str:

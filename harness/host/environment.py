@@ -84,13 +84,13 @@ def unused_gpus() -> str | None:
     build, needed = f"torch {torch.__version__}", torch.version.cuda
     if not torch.backends.cuda.is_built() or needed is None:
         return f"{build} is built without CUDA; install a CUDA build to use {devices[0].name}"
-    major, installed = int(needed.split(".")[0]), driver()
-    if installed.cuda and installed.cuda[0] < major:
+    major, (installed, cuda) = int(needed.split(".")[0]), driver()
+    if cuda and cuda[0] < major:
         least = f"driver {_DRIVERS[major]} or newer" if major in _DRIVERS else "a newer driver"
-        newest = ".".join(map(str, installed.cuda))
-        instead = f", or run `{_OLDER_CUDA}`" if installed.cuda[0] == 12 else ""
+        newest = ".".join(map(str, cuda))
+        instead = f", or run `{_OLDER_CUDA}`" if cuda[0] == 12 else ""
         return (
-            f"driver {installed.version} supports CUDA up to {newest}, {build} needs CUDA"
+            f"driver {installed} supports CUDA up to {newest}, {build} needs CUDA"
             f" {needed}; install {least}{instead}"
         )
     for device in devices:
@@ -223,14 +223,14 @@ def _gpu_columns() -> dict[str, object]:
         return {"gpus_unused": unused_gpus()}
     import torch
 
-    installed, rocm = driver(), rocm_version()
+    (installed, cuda), rocm = driver(), rocm_version()
     built = torch.backends.cuda.is_built()
     return {
         "gpu_facts": json.dumps([dataclasses.asdict(facts) for facts in gpu_facts()]),
         "gpu_topology": json.dumps(gpu_topology()),
         "gpus_unused": unused_gpus(),
-        "driver_version": installed.version,
-        "driver_cuda_version": ".".join(map(str, installed.cuda)) if installed.cuda else None,
+        "driver_version": installed,
+        "driver_cuda_version": ".".join(map(str, cuda)) if cuda else None,
         "torch_cuda_version": f"HIP {rocm}" if rocm else torch.version.cuda,
         "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if built else None,
         "cudnn_version": cudnn_version() if built and not rocm else None,

@@ -35,20 +35,15 @@ class Gpu:
     mig: bool
 
 
-@dataclass(frozen=True)
-class Driver:
-    version: str | None
-    cuda: tuple[int, int] | None
-
-
 @functools.cache
-def driver() -> Driver:
+def driver() -> tuple[str | None, tuple[int, int] | None]:
+    """Returns the driver's version, and the newest CUDA version that it supports."""
     with nvml() as library:
         if library is None:
-            return Driver(None, None)
+            return None, None
         number = library.number("nvmlSystemGetCudaDriverVersion_v2")  # 1000 x major + 10 x minor
         cuda = None if number is None else (number // 1000, number % 1000 // 10)
-        return Driver(library.text("nvmlSystemGetDriverVersion"), cuda)
+        return library.text("nvmlSystemGetDriverVersion"), cuda
 
 
 def visible_gpus() -> tuple[Gpu, ...]:

@@ -216,11 +216,6 @@ HOME = Path(__file__).parents[1]
 _BACKWARD = ("backward", "_engine_run_backward")
 
 
-class Shortage(TypedDict):
-    failed_in: str
-    holding: dict[str, object]
-
-
 def phase(error: BaseException) -> str:
     """Returns the traceback's phase: set-up, forward, backward, update or verification."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -235,8 +230,8 @@ def phase(error: BaseException) -> str:
     return "update" if any(frame.name == "step" for frame in libraries) else "forward"
 
 
-def shortage(error: BaseException, meter: MemoryMeter, train_state: TrainState | None) -> Shortage:
-    """Returns the phase as `failed_in` and the bytes held then, by kind, as `holding`.
+def held_bytes(meter: MemoryMeter, train_state: TrainState | None) -> dict[str, object]:
+    """Returns the bytes that a rank without memory holds, by kind.
 
     `other`: tensors outside the states; `largest`: their three largest groups. `stacks`: of later
     threads. Saved activations and C++ buffers are only in `in_use`.
@@ -250,7 +245,7 @@ def shortage(error: BaseException, meter: MemoryMeter, train_state: TrainState |
     holding: dict[str, object] = {**{kind: kinds[kind] for kind in KINDS}, "buffers": buffers}
     with contextlib.suppress(Exception):
         holding |= _others(states, meter.device.type)
-    return {"failed_in": phase(error), "holding": {**holding, "stacks": stacks, "in_use": in_use}}
+    return {**holding, "stacks": stacks, "in_use": in_use}
 
 
 def _others(states: Sequence[Retained], device_type: str) -> dict[str, object]:

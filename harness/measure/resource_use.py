@@ -72,35 +72,30 @@ class Idle:
         return share
 
 
-@dataclass
-class Load:
-    """CPU time of this rank and the machine in counted steps."""
+@dataclass(frozen=True)
+class CpuTime:
+    """Time of a rank's counted steps."""
 
     seconds: float = 0.0
     own: float = 0.0
-    """CPU seconds of this rank and its children, such as a compiler's workers."""
+    """CPU seconds of the rank and its children, such as a compiler's workers."""
     busy: float | None = 0.0
-    _start: tuple[float, float, float | None] | None = None
+    """CPU seconds of the whole machine; None if unknown."""
 
-    def _read(self) -> tuple[float, float, float | None]:
+    @classmethod
+    def now(cls) -> CpuTime:
+        """Reads clocks whose differences are times."""
         all_cores = cpu_seconds()
-        return time.perf_counter(), _own_cpu_seconds(), all_cores and all_cores[0]
+        return cls(time.perf_counter(), _own_cpu_seconds(), all_cores and all_cores[0])
 
-    def start(self) -> None:
-        self._start = self._read()
-
-    def stop(self) -> None:
-        if self._start is None:
-            return
-        (began, before, busy), (ended, own_now, busy_now) = self._start, self._read()
-        self.seconds += ended - began
-        self.own += own_now - before
-        self.busy = (
-            None
-            if self.busy is None or busy is None or busy_now is None
-            else self.busy + busy_now - busy
+    def plus_since(self, begun: CpuTime) -> CpuTime:
+        now = CpuTime.now()
+        known = None not in (self.busy, begun.busy, now.busy)
+        return CpuTime(
+            self.seconds + now.seconds - begun.seconds,
+            self.own + now.own - begun.own,
+            (self.busy or 0.0) + (now.busy or 0.0) - (begun.busy or 0.0) if known else None,
         )
-        self._start = None
 
 
 def _own_cpu_seconds() -> float:
@@ -113,7 +108,7 @@ def _own_cpu_seconds() -> float:
     return seconds
 
 
-def foreign_load(ranks: Sequence[Load]) -> float | None:
+def foreign_load(ranks: Sequence[CpuTime]) -> float | None:
     """Returns the mean number of cores that other processes keep busy. `ranks`: all of one
     machine."""
     if not ranks or ranks[0].busy is None or not ranks[0].seconds:

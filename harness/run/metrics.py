@@ -21,7 +21,7 @@ from harness.launch.outcome import Outcome
 from harness.measure.clock import bubble_fraction
 from harness.measure.peak_memory import imbalance
 from harness.measure.rank_traffic import ExpertTokens, imbalance_of_experts
-from harness.measure.resource_use import Load, foreign_load
+from harness.measure.resource_use import CpuTime, foreign_load
 from harness.parity.reference import Noise, largest
 from harness.parity.verdict import ParityVerdict
 from harness.record.files import VERSION
@@ -35,7 +35,7 @@ from harness.record.trial import (
     matmul_rate,
     shared_machine,
 )
-from harness.run.prepared import PreparedTrial, Surroundings
+from harness.run.prepared import PreparedTrial
 from harness.seam.registry import required_packages, stand_in_of
 from harness.worker.rank_answer import RankAnswer, TrainedAnswer
 from harness.workloads.counts import ModelFacts, model_facts
@@ -312,12 +312,10 @@ def _with_experts(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRe
 
 
 def _foreign_load(answers: Sequence[RankAnswer]) -> float | None:
-    by_machine: dict[str | None, list[Load]] = {}
+    by_machine: dict[str | None, list[CpuTime]] = {}
     for answer in answers:
         if answer.trained:
-            time = answer.trained.cpu_time
-            loads = by_machine.setdefault(answer.machine, [])
-            loads.append(Load(time.seconds, time.own, time.busy))
+            by_machine.setdefault(answer.machine, []).append(answer.trained.cpu_time)
     return max(all_known([foreign_load(loads) for loads in by_machine.values()]), default=None)
 
 
@@ -372,28 +370,6 @@ def left_out_record(
 
 
 @dataclass(frozen=True)
-class RewindCheck:
-    """Parity of steps trained again after rewinds."""
-
-    count: int
-    why_not: str
-    loss_deviation: float | None
-    update_deviation: float | None
-
-    @classmethod
-    def of(cls, verdicts: Sequence[ParityVerdict], why_not: str) -> RewindCheck:
-        """`why_not`: the reason if there are no rewinds."""
-        losses = [v.max_loss_deviation for v in verdicts if v.max_loss_deviation is not None]
-        updates = [v.max_update_deviation for v in verdicts if v.max_update_deviation is not None]
-        return cls(
-            len(verdicts),
-            "" if verdicts else why_not,
-            max(losses, default=None),
-            max(updates, default=None),
-        )
-
-
-@dataclass(frozen=True)
 class Verification:
     verdict: ParityVerdict | None
     reference_losses: Sequence[float]
@@ -401,8 +377,9 @@ class Verification:
     fp32_loss_deviation: float | None
     later_deviations: tuple[float, ...] = ()
     """Relative loss deviations after the parity segment."""
-    rewinds: RewindCheck | None = None
-    """None if the trial was not compared, or diverged within the parity segment."""
+    rewinds: Sequence[ParityVerdict] | None = None
+    """Verdicts on steps trained again after rewinds. None if the trial was not compared, or
+    diverged within the parity segment."""
 
 
 def trial_record(
@@ -410,7 +387,6 @@ def trial_record(
     prepared: PreparedTrial,
     outcome: Outcome,
     verification: Verification,
-    surroundings: Surroundings,
     peaks: Peaks,
 ) -> TrialRecord:
     cell, strategy = prepared.cell, prepared.strategy
@@ -427,8 +403,7 @@ def trial_record(
         data_fingerprint=prepared.launch.data.fingerprint,
     )
     trial = _with_placement(trial, prepared, outcome)
-    trial = _with_verification(trial, verification)
-    trial = surroundings.noted_in(trial, prepared.gpus, outcome)
+    trial = _with_verification(trial, verification, prepared.rewind_skipped_reason)
     trial = replace(trial, **outcome.checkpoint)
     facts = model_facts(prepared.workload, cell.sequence_length)
     trial = replace(trial, parameters=facts.parameters, trained_parameters=sum(facts.sizes))
@@ -478,7 +453,9 @@ def _with_placement(trial: TrialRecord, prepared: PreparedTrial, outcome: Outcom
     return replace(trial, node_names=names, node_facts=json.dumps(nodes), **outcome.link)
 
 
-def _with_verification(trial: TrialRecord, verification: Verification) -> TrialRecord:
+def _with_verification(
+    trial: TrialRecord, verification: Verification, why_not_rewound: str
+) -> TrialRecord:
     noise = verification.noise
     trial = replace(
         trial,
@@ -489,15 +466,17 @@ def _with_verification(trial: TrialRecord, verification: Verification) -> TrialR
         later_steps_verified=len(verification.later_deviations),
         later_loss_deviation=largest(verification.later_deviations),
     )
-    check = verification.rewinds
-    if check is None:
+    verdicts = verification.rewinds
+    if verdicts is None:
         return trial
+    losses = [v.max_loss_deviation for v in verdicts if v.max_loss_deviation is not None]
+    updates = [v.max_update_deviation for v in verdicts if v.max_update_deviation is not None]
     return replace(
         trial,
-        rewinds=check.count,
-        rewind_skipped_reason=check.why_not or None,
-        rewind_loss_deviation=check.loss_deviation,
-        rewind_update_deviation=check.update_deviation,
+        rewinds=len(verdicts),
+        rewind_skipped_reason=None if verdicts else why_not_rewound or None,
+        rewind_loss_deviation=max(losses, default=None),
+        rewind_update_deviation=max(updates, default=None),
     )
 
 

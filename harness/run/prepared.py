@@ -3,13 +3,12 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from harness.cell.cell import Cell
 from harness.cell.training import EXACT, REPLAYED_STEPS
 from harness.host.cores import available_memory_bytes
 from harness.host.environment import device_type, to_preload
-from harness.host.gpu_state import GpuState, as_json
 from harness.launch.interleaved import Launch
 from harness.launch.launcher import LauncherProtocol, LaunchOptions
 from harness.launch.outcome import Outcome
@@ -17,7 +16,6 @@ from harness.launch.restarted import RestartedLaunch
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import mark_used
 from harness.record.store import TrialKey
-from harness.record.trial import TrialRecord
 from harness.run.expected import has_control
 from harness.seam.checkpoints import checkpoint_step, saving_cell
 from harness.seam.peak_memory import states_or_bound
@@ -121,26 +119,6 @@ class PreparedTrial:
                 f" {MOST_OF_FREE_MEMORY:.0%} of what this process may still use here"
             )
         return self.strategy.rewind_skipped_reason(cell)
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    gpus_before: tuple[GpuState, ...]
-    gpus_after: tuple[GpuState, ...]
-    idle_before: float | None
-    idle_after: float | None
-
-    def noted_in(self, trial: TrialRecord, gpus: int, outcome: Outcome) -> TrialRecord:
-        """Adds these observations to a trial that used `gpus` GPUs, ignoring its own ranks, which
-        may still be exiting."""
-        ranks = {answer.pid for answer in outcome.answers}
-        return replace(
-            trial,
-            gpu_before=as_json(self.gpus_before[:gpus]),
-            gpu_after=as_json([state.without(ranks) for state in self.gpus_after[:gpus]]),
-            idle_before=self.idle_before,
-            idle_after=self.idle_after,
-        )
 
 
 def needs_at_least_as_much_as(cell: Cell, other: Cell) -> bool:

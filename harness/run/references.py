@@ -47,7 +47,7 @@ from harness.parity.verdict import (
     widened,
 )
 from harness.run.expected import time_limit_seconds
-from harness.run.metrics import RewindCheck, Verification
+from harness.run.metrics import Verification
 from harness.run.prepared import PreparedTrial
 from harness.seam.base import Emulation
 from harness.seam.registry import make_strategy
@@ -311,8 +311,7 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
     last = len(steps) - 1 if steps[-1] is None else steps[-1]
     if _ranks_agree(cell, last):
         verdict = judging.with_ranks(verdict, [rank.sketches or {} for rank in outcome.trained])
-    check = RewindCheck.of(checks, prepared.rewind_skipped_reason)
-    return Verification(verdict, reference_losses, noise, distance, tuple(later), check)
+    return Verification(verdict, reference_losses, noise, distance, tuple(later), checks)
 
 
 def _without_ahead(

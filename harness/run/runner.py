@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from harness.analysis.race import MOST_IN_HEAT
 from harness.analysis.ranking import Choice
 from harness.cell.cell import Cell
 from harness.host.cores import available_memory_bytes
-from harness.host.gpu_state import GpuLook
+from harness.host.gpu_state import GpuLook, as_json
 from harness.launch.interleaved import InterleavedLauncher
 from harness.launch.launcher import Launcher, LauncherProtocol
 from harness.launch.outcome import Outcome
@@ -36,7 +36,6 @@ from harness.run.metrics import (
 )
 from harness.run.prepared import (
     PreparedTrial,
-    Surroundings,
     least_timed_seconds,
     may_be_in_heat,
     needs_at_least_as_much_as,
@@ -56,16 +55,9 @@ RANK_BYTES = 400 * 2**20
 """Resident memory of a process that has imported the libraries."""
 
 
-class ProgressListener(Protocol):
-    def preparing(self, what: str) -> None: ...
-    def round_added(self, cells: Sequence[Cell], among: str) -> None: ...
-    def time_is_spent(self, left_out: int) -> None: ...
-    def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
-    def step(self, step: int, seconds: float) -> None: ...
-    def trial_finished(self, cell: Cell, trial: TrialRecord) -> None: ...
+class ProgressListener:
+    """Receives a run's progress and ignores it; subclasses show it."""
 
-
-class SilentListener:
     def preparing(self, what: str) -> None: ...
     def round_added(self, cells: Sequence[Cell], among: str) -> None: ...
     def time_is_spent(self, left_out: int) -> None: ...
@@ -394,12 +386,10 @@ class Runner:
         seconds = self.plan.timed_seconds_of(cell, key.trial)
         seed, launches = self.plan.order_seed, self.plan.trials_of(cell)
         prepared = PreparedTrial(cell, key, position, reference, seconds, seed, launches)
-        gpus_before, idle_before = self._gpus.states(prepared.gpus), self._idle.before()
-        outcome = prepared.run(launcher, on_progress)
-        around = Surroundings(
-            gpus_before, self._gpus.states(prepared.gpus), idle_before, self._idle.after()
+        (recorded,) = self._launched(
+            [prepared], lambda: [prepared.run(launcher, on_progress)], launcher
         )
-        return self._record(prepared, outcome, around, launcher)
+        return recorded
 
     def _interleaved(
         self,
@@ -411,45 +401,42 @@ class Runner:
         timed_steps: int,
     ) -> list[TrialRecord]:
         round_ = [
-            PreparedTrial(
-                cell,
-                key,
-                at,
-                references[reference_key(cell)],
-                timed_steps=timed_steps,
-            )
+            PreparedTrial(cell, key, at, references[reference_key(cell)], timed_steps=timed_steps)
             for at, cell, key, _ in pending
         ]
-        most = max((trial.gpus for trial in round_), default=0)
-        gpus_before, idle_before = self._gpus.states(most), self._idle.before()
-        outcomes = interleaved.together([trial.launch for trial in round_], on_progress)
-        around = Surroundings(gpus_before, self._gpus.states(most), idle_before, self._idle.after())
-        return [
-            self._record(trial, outcome, around, launcher)
-            for trial, outcome in zip(round_, outcomes, strict=True)
-        ]
+        launches = [trial.launch for trial in round_]
+        return self._launched(round_, lambda: interleaved.together(launches, on_progress), launcher)
 
-    def _record(
+    def _launched(
         self,
-        prepared: PreparedTrial,
-        outcome: Outcome,
-        surroundings: Surroundings,
+        trials: Sequence[PreparedTrial],
+        launch: Callable[[], Sequence[Outcome]],
         launcher: LauncherProtocol,
-    ) -> TrialRecord:
-        cell = prepared.cell
-        verification = self._references.verify(launcher, prepared, outcome)
-        trial = trial_record(
-            self.plan.run_id,
-            prepared,
-            outcome,
-            verification,
-            surroundings,
-            peaks_of(cell, prepared.workload, self._device_speed),
-        )
-        self.store.require_run(self.plan.run_id)
-        steps = step_records(self.plan.run_id, prepared.key, outcome.answers)
-        self.store.write_trial(trial, steps)
-        return trial
+    ) -> list[TrialRecord]:
+        """Records trials, and the machine's state around them."""
+        most = max((trial.gpus for trial in trials), default=0)
+        gpus_before, idle_before = self._gpus.states(most), self._idle.before()
+        outcomes = launch()
+        gpus_after, idle_after = self._gpus.states(most), self._idle.after()
+        records = []
+        for prepared, outcome in zip(trials, outcomes, strict=True):
+            verification = self._references.verify(launcher, prepared, outcome)
+            peaks = peaks_of(prepared.cell, prepared.workload, self._device_speed)
+            ranks = {answer.pid for answer in outcome.answers}
+            gpus = prepared.gpus
+            trial = replace(
+                trial_record(self.plan.run_id, prepared, outcome, verification, peaks),
+                gpu_before=as_json(gpus_before[:gpus]),
+                # The trial's own ranks may still be exiting.
+                gpu_after=as_json([state.without(ranks) for state in gpus_after[:gpus]]),
+                idle_before=idle_before,
+                idle_after=idle_after,
+            )
+            self.store.require_run(self.plan.run_id)
+            steps = step_records(self.plan.run_id, prepared.key, outcome.answers)
+            self.store.write_trial(trial, steps)
+            records.append(trial)
+        return records
 
     def _needs_more_memory(self, cell: Cell) -> str | None:
         for other in self.plan.cells:

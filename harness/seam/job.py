@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from harness.workloads import Workload
-    from harness.workloads.workload import HasBalancingLoss, HasLogits
+    from harness.workloads.workload import HasLogits
 
 COMPILE_MODES = {"block": None, "block_cudagraphs": "reduce-overhead"}
 """torch.compile modes by value of the compile axis.
@@ -235,7 +235,7 @@ class Job:
             logits = self.workload.logits_of(output)
             loss = self.workload.loss(logits, batch.labels, batch.label_tokens)
             if self.cell.balance_weight:
-                balancing = cast("HasBalancingLoss", output).aux_loss
+                balancing = cast("HasLogits", output).aux_loss
                 loss = loss + self.cell.balance_weight * balancing
             return loss
 

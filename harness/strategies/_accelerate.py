@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -196,9 +195,10 @@ def make_accelerator(
     return made
 
 
-@dataclass
-class SavedStep:
-    step: int = 0
+class AccelerateState:
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator, self.step = accelerator, 0
+        accelerator.register_for_checkpointing(self)
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step}
@@ -206,19 +206,13 @@ class SavedStep:
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.step = state_dict["step"]
 
-
-class AccelerateState:
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator, self.position = accelerator, SavedStep()
-        accelerator.register_for_checkpointing(self.position)
-
     def save(self, folder: Path, step: int) -> None:
-        self.position.step = step
+        self.step = step
         self.accelerator.save_state(str(folder))
 
     def load(self, folder: Path) -> int:
         self.accelerator.load_state(str(folder))
-        return self.position.step
+        return self.step
 
 
 def pretend_gpus() -> None:

@@ -19,7 +19,7 @@ from harness.measure.rank_traffic import (
     folder_bytes,
     routers_of,
 )
-from harness.measure.resource_use import Energy, Load, RankGpus
+from harness.measure.resource_use import CpuTime, Energy, RankGpus
 from harness.parity.comparison import SGD_ERROR, RunningStatistics, deviations_from
 from harness.parity.reference import Deviations, Reference
 from harness.record.run_record import RankStep
@@ -127,7 +127,9 @@ class Loop:
             and job.train_state.over_tcp
         )
         self.gpus = RankGpus(meter.devices)
-        self.load, self.energy = Load(), Energy.of(self.gpus, job.rank == spec.ranks.start)
+        self.energy = Energy.of(self.gpus, job.rank == spec.ranks.start)
+        self.cpu_time = CpuTime()
+        self._cpu_began: CpuTime | None = None
         self._counted_from: int | None = None
         self.turn_client = TurnClient(spec.turns) if spec.turns else None
         self.slices_began: list[tuple[int, float]] = []
@@ -153,10 +155,12 @@ class Loop:
         self.traffic.start()
         self.gpus.start()
         self.energy.start()
-        self.load.start()
+        self._cpu_began = CpuTime.now()
 
     def stop_counting(self) -> None:
-        self.load.stop()
+        if self._cpu_began is not None:
+            self.cpu_time = self.cpu_time.plus_since(self._cpu_began)
+            self._cpu_began = None
         self.energy.stop()
         self.gpus.stop()
         self.traffic.stop(0 if self._counted_from is None else len(self.steps) - self._counted_from)
@@ -308,7 +312,8 @@ class Loop:
         )
         if self._counted_from is not None:
             self.paused_seconds += time.perf_counter() - began
-            self.load.own += pause.control_cpu_seconds
+            own = self.cpu_time.own + pause.control_cpu_seconds
+            self.cpu_time = replace(self.cpu_time, own=own)
         if agree and pause.largest:
             wanted = math.ceil(self.spec.timed_seconds / pause.largest)
             self.planned = max(self.planned, min(wanted, MOST_TIMED_STEPS))
@@ -327,9 +332,9 @@ class Loop:
     def joules_per_step(self) -> float | None:
         """Returns energy per timed step, without the control's share of the time."""
         joules = self.per_step(self.energy.joules)
-        if joules is None or not self.load.seconds:
+        if joules is None or not self.cpu_time.seconds:
             return joules
-        return joules * (1 - self.paused_seconds / self.load.seconds)
+        return joules * (1 - self.paused_seconds / self.cpu_time.seconds)
 
     def note_peak(self) -> None:
         """Records the peaks since the last call, except in replays."""

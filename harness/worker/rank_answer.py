@@ -8,17 +8,9 @@ from pathlib import Path
 from harness.cell.yaml_text import parsed
 from harness.host.folders import write_atomically
 from harness.host.gpu_state import GpuUse
+from harness.measure.resource_use import CpuTime
 from harness.parity.reference import Deviations
 from harness.record.run_record import RankStep
-
-
-@dataclass(frozen=True)
-class CpuTime:
-    seconds: float
-    own: float
-    """CPU seconds of this rank's process."""
-    busy: float | None
-    """CPU seconds of the whole machine."""
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from harness.cell.cell import Cell
 from harness.measure.clock import Method, replaced
@@ -22,6 +21,8 @@ from harness.record.profile_record import COMPONENTS
 from harness.worker.rank_answer import ProfiledAnswer, RankAnswer
 
 if TYPE_CHECKING:
+    from torch._C._autograd import _KinetoEvent
+
     from harness.seam.job import TrainState
     from harness.worker.loop import Loop
 
@@ -44,19 +45,6 @@ _FUNCTION = 0
 _HOOKS = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 _NODE = "autograd::engine::evaluate_function"
 _TRANSFERS = ("gloo:send", "gloo:recv")
-
-
-class RawEvent(Protocol):
-    def name(self) -> str: ...
-    def device_type(self) -> Enum: ...
-    def start_ns(self) -> int: ...
-    def end_ns(self) -> int: ...
-    def start_thread_id(self) -> int: ...
-    def scope(self) -> int: ...
-    def correlation_id(self) -> int: ...
-    def linked_correlation_id(self) -> int: ...
-    def activity_type(self) -> str: ...
-    def is_user_annotation(self) -> bool: ...
 
 
 def profiled_cell(cell: Cell) -> Cell:
@@ -197,7 +185,7 @@ def _profiled(
     return rows
 
 
-def require_device_events(raw: Sequence[RawEvent]) -> None:
+def require_device_events(raw: Sequence[_KinetoEvent]) -> None:
     """Raises RuntimeError without GPU events, or the GPU would seem idle."""
     if all(_on_host(event) for event in raw):
         raise RuntimeError(
@@ -207,11 +195,11 @@ def require_device_events(raw: Sequence[RawEvent]) -> None:
         )
 
 
-def _on_host(event: RawEvent) -> bool:
+def _on_host(event: _KinetoEvent) -> bool:
     return event.device_type().name == "CPU"
 
 
-def events_of(raw: Sequence[RawEvent], zero: int) -> list[Event]:
+def events_of(raw: Sequence[_KinetoEvent], zero: int) -> list[Event]:
     """Returns the events of a breakdown, in seconds after `zero` (nanoseconds)."""
     copies = _batch_copies(raw)
     events = [
@@ -236,7 +224,7 @@ def events_of(raw: Sequence[RawEvent], zero: int) -> list[Event]:
     return events
 
 
-def _batch_copies(raw: Sequence[RawEvent]) -> set[int]:
+def _batch_copies(raw: Sequence[_KinetoEvent]) -> set[int]:
     spans = [e for e in raw if e.name() == f"{_MARK}data" and _on_host(e)]
     return {
         e.correlation_id()
@@ -264,7 +252,7 @@ def training_thread(events: list[Event], calling: int) -> int:
     return most
 
 
-def _kind(event: RawEvent, batch_copies: set[int]) -> Kind | None:
+def _kind(event: _KinetoEvent, batch_copies: set[int]) -> Kind | None:
     name = event.name()
     if not _on_host(event):
         kind = _device_kind(event, name)
@@ -292,7 +280,7 @@ def _kind(event: RawEvent, batch_copies: set[int]) -> Kind | None:
     )
 
 
-def _device_kind(event: RawEvent, name: str) -> Kind | None:
+def _device_kind(event: _KinetoEvent, name: str) -> Kind | None:
     if event.is_user_annotation():
         return "device optimizer" if name.startswith("Optimizer.step#") else None
     if "nccl" in name.lower():

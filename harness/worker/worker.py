@@ -22,7 +22,7 @@ from harness.host.packages import show
 from harness.host.process import copy_shared_pages, die_with_parent
 from harness.host.tcp_store import CLIENT, LOOPBACK, listening_on
 from harness.host.user_code import first_line
-from harness.measure.memory_kinds import shortage
+from harness.measure.memory_kinds import held_bytes, phase
 from harness.measure.peak_memory import MemoryMeter
 from harness.parity.comparison import sketches
 from harness.seam.job import Job
@@ -32,7 +32,6 @@ from harness.worker.compilation import checked_compile_seconds, prepare_to_compi
 from harness.worker.control_process import Control
 from harness.worker.loop import Loop, busy_share
 from harness.worker.rank_answer import (
-    CpuTime,
     FailureAnswer,
     ProfiledAnswer,
     RankAnswer,
@@ -117,8 +116,8 @@ def run_rank(spec: TrialSpec) -> None:
         cause = failure(error)
         if cause.status == "out_of_memory" and progress.meter:
             state = progress.job.train_state if progress.job else None
-            held = shortage(error, progress.meter, state)
-            cause = replace(cause, failed_in=held["failed_in"], holding=held["holding"])
+            holding = held_bytes(progress.meter, state)
+            cause = replace(cause, failed_in=phase(error), holding=holding)
         traceback.print_exc()
         _flush()
         replace(answer, failure=cause).write(spec.scratch)
@@ -392,7 +391,7 @@ def _measurements(loop: Loop, setup_seconds: float, setup_peak: int | None) -> T
         busy_fraction=busy,
         offload=loop.offload(),
         sent_bytes_per_step=loop.per_step(loop.traffic.sent),
-        cpu_time=CpuTime(loop.load.seconds, loop.load.own, loop.load.busy),
+        cpu_time=loop.cpu_time,
         joules_per_step=loop.joules_per_step(),
         compile_seconds=compile_seconds,
         loaded=loop.loaded,

@@ -69,10 +69,8 @@ AUTO: dict[Kind, str] = {
 
 class HasLogits(Protocol):
     logits: Tensor
-
-
-class HasBalancingLoss(HasLogits, Protocol):
     aux_loss: Tensor
+    """Balancing loss of a mixture of experts that was asked for it; others have none."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from harness.launch.launcher import Launcher
 from harness.record.plan import Plan
 from harness.record.store import Store
-from harness.run.runner import Runner, SilentListener
+from harness.run.runner import ProgressListener, Runner
 from tests.benchmarks.conftest import Ratio
 from tests.ranks.conftest import cell
 
@@ -67,7 +67,7 @@ def test_turnaround(
         runner = Runner(store, plan, launcher=lambda packages: launcher)
         runner.begin()
         began = time.perf_counter()
-        assert runner.run(SilentListener())
+        assert runner.run(ProgressListener())
         whole = time.perf_counter() - began
         taken = store.load([plan.run_id])
         assert set(taken.trials["status"]) == {"ok"}

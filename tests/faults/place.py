@@ -11,7 +11,7 @@ from harness.cell.cell import Cell
 from harness.launch.launcher import Launcher
 from harness.record.plan import Plan
 from harness.record.store import Store
-from harness.run.runner import Runner, SilentListener
+from harness.run.runner import ProgressListener, Runner
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Place:
         plan = Plan.new("campaign", [tried], 1, [])
         runner = Runner(self.store, plan, launcher=lambda packages: self.launcher)
         runner.begin()
-        assert runner.run(SilentListener())
+        assert runner.run(ProgressListener())
         trial = self.store.load([plan.run_id], steps=False).trials.iloc[0]
         return str(trial["status"]), str(trial["reason"])
 

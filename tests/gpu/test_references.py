@@ -27,7 +27,7 @@ from harness.record.plan import Plan
 from harness.record.store import Store, TrialKey
 from harness.run.prepared import PreparedTrial
 from harness.run.references import ReferenceRuns, verified
-from harness.run.runner import Runner, SilentListener
+from harness.run.runner import ProgressListener, Runner
 from harness.seam.job import TrainState
 from harness.workloads import make_workload
 from harness.workloads.training_data import prepare_data
@@ -80,7 +80,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def references(folder: Path, cells: list[Cell], launches: Launches) -> dict[str, Reference]:
     runner = Runner(Store(folder / "results"), Plan.new("m", cells, 1, ()))
-    quiet = SilentListener().preparing
+    quiet = ProgressListener().preparing
     return runner._references.of(launches, cells, quiet)  # type: ignore[arg-type]
 
 

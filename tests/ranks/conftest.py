@@ -15,7 +15,7 @@ from harness.cell.cell import Cell
 from harness.launch.launcher import Launcher
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
-from harness.run.runner import Runner, SilentListener
+from harness.run.runner import ProgressListener, Runner
 from harness.seam.registry import make_strategy, strategies
 
 RunCells = Callable[..., Results]
@@ -43,7 +43,7 @@ def run_cells(launcher: Launcher, tmp_path: Path) -> RunCells:
         plan = dataclasses.replace(plan, timed_seconds=timed_seconds)
         runner = Runner(store, plan, launcher=lambda packages: launcher)
         runner.begin()
-        assert runner.run(SilentListener())
+        assert runner.run(ProgressListener())
         return store.load([plan.run_id])
 
     return run

@@ -18,7 +18,7 @@ from harness.launch.outcome import Outcome
 from harness.record.checkpoint import NAME, Manifest
 from harness.record.plan import Plan
 from harness.record.store import Store
-from harness.run.runner import Runner, SilentListener
+from harness.run.runner import ProgressListener, Runner
 from harness.worker.spec import Checkpointing
 from tests.ranks.conftest import Row, RunCells, cell, check_rows, representative
 
@@ -123,7 +123,7 @@ def damaged(launcher: Launcher, results: Path, damage: Callable[[Path, Path], No
     tampering = Tampering(launcher, damage)
     runner = Runner(store, plan, launcher=lambda packages: tampering)  # type: ignore[arg-type]
     runner.begin()
-    assert runner.run(SilentListener())
+    assert runner.run(ProgressListener())
     (trial,) = store.load([plan.run_id]).trials.to_dict("records")
     return trial
 

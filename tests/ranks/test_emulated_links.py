@@ -23,7 +23,7 @@ from harness.launch.launcher import Launcher
 from harness.links.emulated import EmulatedNodes, LinksLauncher, unsupported_reason
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
-from harness.run.runner import Runner, SilentListener
+from harness.run.runner import ProgressListener, Runner
 from tests.conftest import runs
 from tests.listening import is_loopback, watched
 from tests.ranks.conftest import cell
@@ -52,8 +52,8 @@ def run_cells(
             launcher=lambda packages: LinksLauncher(emulated, lambda _: launcher, packages),
         )
         runner.begin()
-        assert runner.run(SilentListener())
-        assert not explain or runner.explain(SilentListener())
+        assert runner.run(ProgressListener())
+        assert not explain or runner.explain(ProgressListener())
         return store.load([plan.run_id])
 
     return run

@@ -19,7 +19,7 @@ from harness.record.plan import Plan
 from harness.record.profile_record import COMPONENTS, SPLIT, ProfileRecord
 from harness.record.store import Store
 from harness.run.profile import profile_cell
-from harness.run.runner import Runner, SilentListener
+from harness.run.runner import ProgressListener, Runner
 from tests.ranks.conftest import cell
 
 
@@ -206,9 +206,9 @@ def test_a_run_profiles_its_cells_once_and_writes_no_trial(
     store = Store(tmp_path)
     runner = Runner(store, Plan.new("test", cells, 1, []), launcher=lambda packages: launcher)
     runner.begin()
-    assert runner.run(SilentListener())
+    assert runner.run(ProgressListener())
     for _ in range(2):
-        assert runner.explain(SilentListener())
+        assert runner.explain(ProgressListener())
     loaded = store.load([runner.plan.run_id])
     assert loaded.explained[["cell_id", "status", "attempt"]].to_numpy().tolist() == [
         [cells[0].id, "ok", 1]

@@ -24,7 +24,7 @@ from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.run import runner as runner_module
-from harness.run.runner import FEWEST_TURNS, Runner, SilentListener
+from harness.run.runner import FEWEST_TURNS, ProgressListener, Runner
 from harness.seam.registry import validate
 from harness.workloads import make_workload, prepare_data
 from tests.ranks.conftest import cell, representative
@@ -102,7 +102,7 @@ def test_a_race_trains_its_heats_interleaved(
     store, clock = Store(tmp_path / "results"), itertools.count(0.0, 40.0)
     runner = Runner(store, plan, runner_module.Launcher, now=clock.__next__)
     runner.begin()
-    assert runner.run(SilentListener())
+    assert runner.run(ProgressListener())
     found = TrialRecord.from_frame(store.load(steps=False).trials)
     assert {(trial.status, trial.parity_verdict) for trial in found} == {("ok", "exact")}
     in_heats = [trial for trial in found if trial.turn_began]

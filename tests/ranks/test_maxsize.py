@@ -13,7 +13,7 @@ from harness.cell.cell import Cell
 from harness.launch.launcher import Launcher
 from harness.record.store import Store
 from harness.run.maxsize import Search, plan_of
-from harness.run.runner import Runner, SilentListener
+from harness.run.runner import ProgressListener, Runner
 from tests.ranks.conftest import RunCells, cell
 from tests.unit.test_cli import here
 
@@ -41,7 +41,7 @@ def table(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> dict[
     plan = plan_of([searched("ddp"), searched("fsdp2")], [], BUDGET, [["ddp", "fsdp2"]])
     runner = Runner(store, plan, launcher=lambda packages: launcher)
     runner.begin()
-    assert Search(runner, SilentListener()).run()
+    assert Search(runner, ProgressListener()).run()
     return {row.label: row for row in maxsize_results(store.load())}
 
 

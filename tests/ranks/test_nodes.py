@@ -29,7 +29,7 @@ from harness.nodes.protocol import secure
 from harness.nodes.rendezvous import KEY, Rendezvous
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
-from harness.run.runner import Runner, SilentListener
+from harness.run.runner import ProgressListener, Runner
 from harness.seam.registry import validate
 from harness.workloads import make_workload, prepare_data
 from tests.conftest import runs
@@ -129,7 +129,7 @@ def run_on(cluster: Cluster, folder: Path, *cells: Cell, trials: int = 1) -> Res
         store, Plan.new("test", cells, trials, []), launcher=lambda packages: cluster.launcher
     )
     runner.begin()
-    assert runner.run(SilentListener())
+    assert runner.run(ProgressListener())
     return store.load([runner.plan.run_id])
 
 

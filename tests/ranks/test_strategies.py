@@ -19,7 +19,7 @@ from harness.parity.verdict import CAPPED_ABOVE
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
 from harness.run.references import declared
-from harness.run.runner import Runner, SilentListener
+from harness.run.runner import ProgressListener, Runner
 from harness.seam.registry import make_strategy
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell
@@ -209,7 +209,7 @@ def recorded(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Re
     plan = Plan.new("test", [cell("ddp"), cell("fsdp2"), cell("amp", **half)], 1, [])
     runner = Runner(store, plan, launcher=lambda packages: launcher)
     runner.begin()
-    assert runner.run(SilentListener())
+    assert runner.run(ProgressListener())
     return store.load([plan.run_id])
 
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from harness.cell.cell import Cell
+from harness.measure.resource_use import CpuTime
 from harness.record.run_record import RankStep
 from harness.record.trial import TrialRecord
 from harness.run.metrics import Peaks, left_out_record, with_metrics
-from harness.worker.rank_answer import CpuTime, RankAnswer, RankStates, TrainedAnswer
+from harness.worker.rank_answer import RankAnswer, RankStates, TrainedAnswer
 from harness.workloads.counts import ModelFacts
 
 

@@ -18,7 +18,7 @@ from harness.record.store import Store, TrialKey
 from harness.record.trial import TrialRecord
 from harness.run.allocation import TimeBudget
 from harness.run.prepared import PreparedTrial
-from harness.run.runner import HEAT_SECONDS, Runner, SilentListener
+from harness.run.runner import HEAT_SECONDS, ProgressListener, Runner
 from harness.seam.job import TrainState
 from harness.seam.registry import make_strategy
 from harness.worker.rewind import Rewinds
@@ -121,7 +121,7 @@ def with_trials(
     runner._recorded, runner.now = None, lambda: 10.0 * len(launched)
     monkeypatch.setattr(runner, "run_trial", run_trial)
     monkeypatch.setattr(runner._references, "of", references)
-    assert runner.run(SilentListener())
+    assert runner.run(ProgressListener())
     return launched
 
 

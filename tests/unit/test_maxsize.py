@@ -17,7 +17,7 @@ from harness.analysis.maxsize import MaxsizeResult, limits, maxsize_results, ord
 from harness.cell.cell import Cell
 from harness.cell.errors import NothingToResume, UsageError
 from harness.launch.outcome import Outcome, RankOutputs, classify_end
-from harness.measure.memory_kinds import phase, shortage
+from harness.measure.memory_kinds import held_bytes, phase
 from harness.measure.peak_memory import MemoryMeter
 from harness.record.plan import Plan, cell_at_size, resumable, steps_of
 from harness.record.store import Store
@@ -28,7 +28,7 @@ from harness.run.maxsize import (
     plan_of,
     predict,
 )
-from harness.run.runner import Runner, SilentListener
+from harness.run.runner import ProgressListener, Runner
 from harness.seam.job import TrainState
 from harness.worker.spec import log_file
 from harness.workloads import make_workload
@@ -159,7 +159,7 @@ def searched(
         setattr(runner, name, value)
     if not list(store.folder.glob("runs/*")):
         runner.begin()
-    return Dry(runner, SilentListener()).run(), runner, store
+    return Dry(runner, ProgressListener()).run(), runner, store
 
 
 def test_a_search_is_recorded_and_told_as_a_table(tmp_path: Path) -> None:
@@ -292,13 +292,11 @@ def test_memory_held_by_a_rank_is_counted_by_kind() -> None:
     meter = MemoryMeter(torch.device("cpu"), None)
     optimizer = torch.optim.SGD(model.parameters())
     state = TrainState(model, [optimizer], library=lambda: [("library", "pool", 77)])
-    said = shortage(MemoryError(), meter, state)
-    holding = said["holding"]
-    assert said["failed_in"] == "set-up"
+    holding = held_bytes(meter, state)
     assert (holding["parameters"], holding["gradients"]) == (400000, 400000)
     assert (holding["library"], holding["buffers"]) == (77, {"pool": 77})
     assert holding["other"] >= stray.nbytes
-    unknown = shortage(MemoryError(), meter, None)["holding"]
+    unknown = held_bytes(meter, None)
     assert unknown["parameters"] >= 400000, "in set-up, parameters are recognised by class"
 
 

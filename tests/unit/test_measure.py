@@ -28,9 +28,9 @@ from harness.measure.peak_memory import imbalance
 from harness.measure.resource_use import (
     FRESH_SECONDS,
     WINDOW_SECONDS,
+    CpuTime,
     Energy,
     Idle,
-    Load,
     RankGpus,
     cpu_seconds,
     foreign_load,
@@ -39,7 +39,6 @@ from harness.measure.resource_use import (
 )
 from harness.record.run_record import RankStep
 from harness.run.metrics import timed_seconds
-from harness.worker.rank_answer import CpuTime
 from harness.workloads.counts import ModelFacts
 from tests.unit.recording import answer, figures
 
@@ -231,8 +230,7 @@ def test_a_childs_work_counts_for_its_rank(
     psutil finds children by reading all processes: 60 ms per rank on a node with 3,000.
     """
     monkeypatch.delattr(psutil.Process, "children")
-    load = Load()
-    load.start()
+    begun = CpuTime.now()
     busy = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True)\ninput()"
     command = [sys.executable, "-c", busy]
     if generations == 2:
@@ -241,7 +239,7 @@ def test_a_childs_work_counts_for_its_rank(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()  # it has worked and is still alive
-        load.stop()
+        load = CpuTime().plus_since(begun)
         child.kill()
     assert load.own >= 0.35
 
@@ -253,7 +251,7 @@ def test_foreign_load_is_what_the_cores_did_beyond_the_ranks() -> None:
     unknown = CpuTime(seconds=2.0, own=1.5, busy=None)
     row = figures(CELL, [answer(0, [1.0], cpu_time=unknown), answer(1, [1.0])], FACTS, None)
     assert row.foreign_load_cores is None
-    assert foreign_load([Load(2.0, 2.5, 2.4)]) == 0.0, (
+    assert foreign_load([CpuTime(2.0, 2.5, 2.4)]) == 0.0, (
         "ticks are coarser than the ranks' own clocks"
     )
     busy = [(0.3, 1.0, 1.0), (0.2, 1.0, 0.5), (0.2, 0.9, 0.9), (None, None, None)]

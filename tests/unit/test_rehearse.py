@@ -109,7 +109,7 @@ def test_what_is_kept_between_steps_is_what_the_formula_says(strategy: str) -> N
     assert formula is not None
     expected = formula.total - formula.gradients  # gradients are cleared after the update
     assert rehearsal.fullest.kept_bytes == pytest.approx(expected, rel=0.01)
-    assert rehearsal.fullest.at_peak.optimizer == pytest.approx(formula.optimizer, rel=0.01)
+    assert rehearsal.fullest.at_peak["optimizer"] == pytest.approx(formula.optimizer, rel=0.01)
 
 
 def test_an_uneven_growth_is_not_extrapolated() -> None:

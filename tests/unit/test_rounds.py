@@ -29,7 +29,7 @@ from harness.record.store import EndedTrial, Store, TrialKey
 from harness.record.trial import TrialRecord
 from harness.run.allocation import TimeBudget, launches_per_round, not_compared
 from harness.run.prepared import REWOUND_ELSEWHERE, PreparedTrial
-from harness.run.runner import Runner
+from harness.run.runner import ProgressListener, Runner
 from tests.unit.stored_trials import one_cell_run, trial_row
 
 
@@ -89,23 +89,18 @@ def test_baselines_are_launched_more_often_within_each_round() -> None:
     assert Plan.from_row({"run_id": "r", "matrix": "m", "plan": plan.to_json()}) == plan
 
 
-class Recorder:
+class Recorder(ProgressListener):
     """Watcher that records added rounds and launches left out."""
 
     def __init__(self) -> None:
         self.added: list[Sequence[Cell]] = []
         self.left_out = 0
 
-    def preparing(self, what: str) -> None: ...
     def round_added(self, cells: Sequence[Cell], among: str) -> None:
         self.added.append(cells)
 
     def time_is_spent(self, left_out: int) -> None:
         self.left_out += left_out
-
-    def trial_started(self, cell: Cell, trial: int, position: int) -> None: ...
-    def step(self, step: int, seconds: float) -> None: ...
-    def trial_finished(self, cell: Cell, trial: TrialRecord) -> None: ...
 
 
 def without_processes(

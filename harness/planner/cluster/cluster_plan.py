@@ -339,20 +339,8 @@ def _shorter_sequence(question: ClusterQuestion, calibration: ClusterCalibration
     return 2**low if low >= 0 else 0
 
 
-@dataclass(frozen=True)
-class SweepSquare:
-    model: str
-    parameters: float
-    devices: int
-    winner: str
-    tokens_per_second: float
-    """Throughput of all devices; 0 if nothing fits."""
-    tokens_low: float
-    tokens_high: float
-    memory_bytes: float
-    memory_low: float
-    memory_high: float
-    reason: str = ""
+Square: TypeAlias = tuple[ClusterQuestion, "ClusterCandidate | str"]
+"""A question of a sweep, and its best layout or the reason why there is none."""
 
 
 def neighbours(shape: ModelShape) -> list[ModelShape]:
@@ -378,9 +366,7 @@ def device_counts(question: ClusterQuestion) -> list[int]:
     return [n for n in counts if n >= 1 and (n <= per_node or (several and n % per_node == 0))]
 
 
-def sweep(
-    question: ClusterQuestion, calibration: ClusterCalibration, goal: str
-) -> list[SweepSquare]:
+def sweep(question: ClusterQuestion, calibration: ClusterCalibration, goal: str) -> list[Square]:
     return [
         _square(dataclasses.replace(question, shape=shape, devices=devices), calibration, goal)
         for shape in neighbours(question.shape)
@@ -388,26 +374,11 @@ def sweep(
     ]
 
 
-def _square(question: ClusterQuestion, calibration: ClusterCalibration, goal: str) -> SweepSquare:
-    shape = question.shape
+def _square(question: ClusterQuestion, calibration: ClusterCalibration, goal: str) -> Square:
     try:
-        best: ClusterCandidate = plan(question, calibration, goal, top=1).candidates[0]
+        return question, plan(question, calibration, goal, top=1).candidates[0]
     except UsageError as error:
-        return SweepSquare(
-            shape.name, float(shape.parameters), question.devices, "", 0, 0, 0, 0, 0, 0, str(error)
-        )
-    return SweepSquare(
-        shape.name,
-        float(shape.parameters),
-        question.devices,
-        best.strategy,
-        best.tokens_per_second,
-        question.tokens / best.seconds_high,
-        question.tokens / best.seconds_low,
-        best.reserved_bytes,
-        best.reserved_low,
-        best.reserved_high,
-    )
+        return question, str(error)
 
 
 def explanation(plan: ClusterPlan) -> list[str]:

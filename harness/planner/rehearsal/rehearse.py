@@ -157,28 +157,12 @@ def at_depth(shallow: Sequence[RankPeaks], blocks: int) -> RankPeaks | None:
 
 
 @dataclass(frozen=True)
-class MemorySplit:
-    """Bytes of a rank's tensors at one moment; see `Kind`."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    buffers: int
-    temporaries: int
-
-    @property
-    def total(self) -> int:
-        return sum(asdict(self).values())
-
-
-@dataclass(frozen=True)
 class RankMemory:
     """A rehearsed rank's tensors, in bytes as torch's allocator counts them."""
 
     rank: int
     peak_bytes: int
-    at_peak: MemorySplit
+    at_peak: dict[Kind, int]
     peak_phase: str
     """`forward`, `backward` or `update`."""
     peak_block: str
@@ -284,11 +268,10 @@ def _memory(
         ) from error
     where, split = peaks.peak()
     _, at_setup = peaks.peak(setup=True)
-    at_peak = MemorySplit(**split)
     return RankMemory(
         rank=rank,
-        peak_bytes=at_peak.total,
-        at_peak=at_peak,
+        peak_bytes=sum(split.values()),
+        at_peak=split,
         peak_phase=where.phase,
         peak_block=where.block,
         setup_peak_bytes=sum(at_setup.values()),

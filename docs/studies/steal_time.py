@@ -1,9 +1,9 @@
 """Emulates steal time: processor time that a hypervisor gives to other guests.
 
-Start `.venv/bin/python -m scripts.steal_time SECONDS [MOST_SHARE]` as root alongside a run. On each
-core, a real-time process computes for a share of every 4 ms, which wanders between 0 and MOST_SHARE
-(0.45) in spells of 2 to 60 seconds, half of it common to all cores. Prints each core's mean
-share.
+Start `.venv/bin/python docs/studies/steal_time.py SECONDS [MOST_SHARE]` as root alongside a run. On
+each core, a real-time process computes for a share of every 4 ms, which wanders between 0 and
+MOST_SHARE (0.45) in spells of 2 to 60 seconds, half of it common to all cores. Prints each core's
+mean share.
 """
 
 from __future__ import annotations
