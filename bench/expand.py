@@ -39,8 +39,6 @@ _COUNTED = (
     "parity_steps",
 )
 """Axes whose value may be a name in the matrix's `numbers`."""
-
-
 MODEL = "model"
 """Internal axis: the workload that replaces all others."""
 

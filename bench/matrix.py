@@ -137,8 +137,6 @@ class SearchMatrix(Matrix):
 
 
 AnyMatrix = TypeVar("AnyMatrix", bound=Matrix)
-
-
 _UNITS = {
     "B": 1,
     "KB": 1e3,

@@ -123,11 +123,11 @@ def _columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
             "Set-up", "setup_seconds", unit="s", tip="process group, model, wrapping; slowest rank"
         ),
     ]
-    return columns + [column for path, column in _gpu_columns() if _any(cells, path)]
-
-
-def _any(cells: Sequence[CellResult], path: str) -> bool:
-    return any(cell.column(path) is not None for cell in cells)
+    return columns + [
+        column
+        for path, column in _gpu_columns()
+        if any(cell.column(path) is not None for cell in cells)
+    ]
 
 
 def _gpu_columns() -> list[tuple[str, ReportColumn[CellResult]]]:

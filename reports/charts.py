@@ -64,8 +64,6 @@ _SETTINGS: dict[str, object] = {
     "ytick.labelsize": 11,
     "axes.labelsize": 11.5,
 }
-
-
 _PIXEL = 1 / 72
 
 

@@ -44,11 +44,6 @@ COLUMNS = (
 )
 
 
-def title_of(effects: Effects) -> str:
-    base = effects.baseline.cell
-    return f"{base.workload_name.partition('+')[0]} x{base.devices}, batch {base.global_batch}"
-
-
 def ratio_text(comparison: Comparison | None) -> str:
     """Returns `1.23 x (1.15 to 1.31)`."""
     if comparison is None:
@@ -125,18 +120,20 @@ def effect_bars(effects: Effects, name: str) -> list[Bars]:
 
 def effects_blocks(cells: Sequence[CellResult]) -> ui.Blocks:
     """Returns each option's effect, alone and combined, if options were crossed."""
-    found = list(filter(_crossed, effects_of(cells)))[:MOST_EFFECTS]
-    parts = [_effects_part(effects, index) for index, effects in enumerate(found)]
+    found = [
+        effects
+        for effects in effects_of(cells)
+        # Otherwise options were varied one at a time.
+        if 2 * sum(effect.pairs > 1 for effect in effects.effects) > len(effects.effects)
+    ]
+    parts = [_effects_part(effects, index) for index, effects in enumerate(found[:MOST_EFFECTS])]
     return [ui.Part("", parts, prose("effects"))]
 
 
-def _crossed(effects: Effects) -> bool:
-    """Returns whether options were crossed, not varied one at a time."""
-    return 2 * sum(effect.pairs > 1 for effect in effects.effects) > len(effects.effects)
-
-
 def _effects_part(effects: Effects, index: int) -> ui.Part:
-    title, base = title_of(effects), effects.baseline
+    base = effects.baseline
+    model = base.cell.workload_name.partition("+")[0]
+    title = f"{model} x{base.cell.devices}, batch {base.cell.global_batch}"
     bars = effect_bars(effects, str(index))
     rows = [
         ui.Row(data(effect.value), list(map(ui.Td, texts)))

@@ -411,10 +411,6 @@ def others_blocks(runs: Runs) -> ui.Blocks:
     return [ui.Part("", [table], "" if runs.alone else _SIDES)]
 
 
-def disturbed_blocks(runs: Runs) -> ui.Blocks:
-    return [ui.Facts(disturbed(runs.alone))] if runs.alone else []
-
-
 def verdict_td(line: ComparedCell) -> ui.Td:
     good = line.kind in ("faster", "fixed")
     return ui.Td(
@@ -498,7 +494,11 @@ SECTIONS: tuple[Section[Runs], ...] = (
     Section("verdict", "Verdict", verdict_blocks, in_text=True),
     Section("cells", "Throughput and memory", cells_blocks, "Cells", in_text=True),
     Section("others", "Without a comparison", others_blocks, in_text=True),
-    Section("disturbed", "Disturbed trials", disturbed_blocks),
+    Section(
+        "disturbed",
+        "Disturbed trials",
+        lambda runs: [ui.Facts(disturbed(runs.alone))] if runs.alone else [],
+    ),
     Section("history", "History", history_blocks),
     Section("changes", "All cells over the runs", changes_blocks, "Changes", in_text=True),
     Section("method", "How it was decided", method_blocks, in_text=True),

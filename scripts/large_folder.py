@@ -30,8 +30,6 @@ KEPT = Path(__file__).parents[1] / "results" / "reference"
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 TIMES = 3
 """Measurements per command; the fastest counts."""
-
-
 COMMANDS = (
     ("slurm status", 1.0),
     ("run --resume --no-report", 3.0),

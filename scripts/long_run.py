@@ -28,8 +28,6 @@ defaults: {{workload: llama-nano, sequence_length: 8, batch: 1, devices: 1, warm
   timed_steps: 1}}
 cells: [{{strategy: single}}]
 """
-
-
 Sample = dict[str, int]
 
 
@@ -39,7 +37,11 @@ def sample(run: psutil.Process, temporary: Path) -> Sample:
     `fork_server_bytes`: resident memory of the process that ranks are forked from.
     """
     below = run.children(recursive=True)
-    servers = [child for child in below if child.ppid() == run.pid and _is_fork_server(child)]
+    servers = [
+        child
+        for child in below
+        if child.ppid() == run.pid and any("forkserver" in word for word in child.cmdline())
+    ]
     return {
         "memory_bytes": run.memory_info().rss,
         "fork_server_bytes": sum(server.memory_info().rss for server in servers),
@@ -48,10 +50,6 @@ def sample(run: psutil.Process, temporary: Path) -> Sample:
         "children": len(below),
         "temporary_files": sum(len(files) for _, _, files in os.walk(temporary)),
     }
-
-
-def _is_fork_server(process: psutil.Process) -> bool:
-    return any("forkserver" in word for word in process.cmdline())
 
 
 def watched(trials: int, folder: Path) -> list[Sample]:

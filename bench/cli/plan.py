@@ -274,7 +274,11 @@ def _table(answer: ClusterPlan) -> Table:
             f" {row.reserved_high / 1e9:.0f})",
             f"{row.fits:.0%}",
             *([f"{row.price:.2f}"] if priced else []),
-            *([_joules(row)] if row.joules_per_token is not None else []),
+            *(
+                [f"{row.joules_per_token:.3g}\n({row.joules_low:.2g} to {row.joules_high:.2g})"]
+                if row.joules_per_token is not None
+                else []
+            ),
             *([_against_rehearsal(row)] if with_rehearsals else []),
         )
     return table
@@ -284,7 +288,3 @@ def _against_rehearsal(row: ClusterCandidate) -> str:
     if row.rehearsed_bytes is None:
         return ""
     return f"{row.allocated_bytes / 1e9:.1f}\n{row.rehearsed_bytes / 1e9:.1f}"
-
-
-def _joules(row: ClusterCandidate) -> str:
-    return f"{row.joules_per_token:.3g}\n({row.joules_low:.2g} to {row.joules_high:.2g})"

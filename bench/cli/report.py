@@ -104,9 +104,8 @@ def report(
         print(json.dumps({"report": paths[0], "reports": paths, "runs": run_ids}))
     else:
         print("".join(f"{path}\n" for path in paths), end="")
-    if open_browser:
-        for path in written:
-            typer.launch(path.resolve().as_uri())
+    for path in written if open_browser else ():
+        typer.launch(path.resolve().as_uri())
 
 
 def _check(

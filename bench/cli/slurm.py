@@ -229,7 +229,7 @@ def _run_of_job(store: Store, job: str) -> str:
 
 
 def _progress(store: Store, run_id: str) -> tuple[dict[str, object], list[str]]:
-    """Returns how far a run is, as data and in sentences."""
+    """Returns how far along a run is, as data and in sentences."""
     from harness.record.plan import kept_plan
 
     plan = kept_plan(store, run_id)

@@ -227,7 +227,8 @@ def answer(
         # Cells are sorted by throughput, so the first is the fastest of the smallest.
         least = use if use in smallest else smallest[0]
         advice.append(Advice("Least memory", least, _memory(least, use)))
-    simple = _simplest(advisable)
+    near = [cell for cell in advisable if _ratio(cell, advisable[0]) >= 1 - NEARLY_AS_FAST]
+    simple = min(near, key=complexity)
     if complexity(simple)[:2] < complexity(use)[:2]:
         advice.append(Advice("Simplest", simple, _simple(simple, use)))
     reason = _reason(use, baseline, profiles or {})
@@ -431,11 +432,6 @@ def complexity(cell: CellResult) -> tuple[int, int, str]:
     """Returns a sort key: packages beyond torch, then non-default options."""
     axes = sum(cell.cell.is_set(name) for name in ("launcher", *TECHNIQUES))
     return len(cell.placement.packages), len(cell.cell.options) + axes, cell.cell.label
-
-
-def _simplest(cells: Sequence[CellResult]) -> CellResult:
-    near = [cell for cell in cells if _ratio(cell, cells[0]) >= 1 - NEARLY_AS_FAST]
-    return min(near, key=complexity)
 
 
 def _simple(cell: CellResult, fastest: CellResult) -> str:

@@ -290,8 +290,6 @@ _GROUP_OF = {
     for group, kind in GROUPS.items()
     for field in dataclasses.fields(kind)
 }
-
-
 DISTURBED_CORES = 0.25
 """Foreign load in cores above which a trial is disturbed."""
 QUIET = 0.8

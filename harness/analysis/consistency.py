@@ -71,17 +71,13 @@ only every few steps."""
 def check(path: Path) -> Checked:
     """Checks a parquet file, or every results folder at or below a folder."""
     if path.is_file():
-        return _checked_file(path)
+        table, problems = table_of(path)
+        problems = problems or list(file_problems(table, path))
+        return Checked(1, tuple(problems or row_problems(table, path)))
     parts = [_checked_store(store) for store in stores_below(path)]
     return Checked(
         sum(part.files for part in parts), tuple(p for part in parts for p in part.problems)
     )
-
-
-def _checked_file(file: Path) -> Checked:
-    table, problems = table_of(file)
-    problems = problems or list(file_problems(table, file))
-    return Checked(1, tuple(problems or row_problems(table, file)))
 
 
 def _checked_store(store: Store) -> Checked:

@@ -234,15 +234,12 @@ class FinishedSearch:
             status, reason = "stopped", f"{stopped.cell_name}: {stopped.status}: {stopped.reason}"
         elif verified:
             status, reason = ("found" if smallest else "all fit"), ""
-        elif smallest is not None and self._first(smallest):
+        elif smallest and steps_of(Cell(**json.loads(smallest.cell)), self.tokens) == 1:
             status, reason = "none fits", smallest.reason
         else:
             status, reason = "unfinished", "the search is not finished"
         best = max(verified or fits, key=self.size, default=None)
         return self._result(cell, status, reason, best, smallest)
-
-    def _first(self, trial: TrialRecord) -> bool:
-        return steps_of(Cell(**json.loads(trial.cell)), self.tokens) == 1
 
     def _result(
         self,
@@ -253,7 +250,13 @@ class FinishedSearch:
         smallest: TrialRecord | None,
     ) -> MaxsizeResult:
         predicted, trials = self.predicted[cell.id], self.trials.get(cell.id, ())
-        buffers = json.loads(best.library_buffers or "{}") if best else {}
+        buffers, kept = {}, {}
+        if best:
+            buffers = json.loads(best.library_buffers or "{}")
+            kept = {
+                kind: max(getattr(best, f"{column}_bytes"), default=0)
+                for kind, column in COLUMNS.items()
+            }
         return MaxsizeResult(
             label=cell.label,
             status=status,
@@ -268,7 +271,7 @@ class FinishedSearch:
             peak_memory_bytes=best.peak_memory_bytes if best else None,
             setup_peak_memory_bytes=best.setup_peak_memory_bytes if best else None,
             parity=best.parity_verdict if best else None,
-            kept=_kept(best) if best else {},
+            kept=kept,
             buffers=buffers,
             failed_in=smallest.failed_in if smallest else None,
             failure=smallest.reason if smallest and smallest.status != "out_of_memory" else "",
@@ -286,12 +289,6 @@ class FinishedSearch:
         steps = steps_of(Cell(**json.loads(trial.cell)), self.tokens)
         first, further = activations
         return sizes | {"activations": float(first + (steps - 1) * further)}
-
-
-def _kept(trial: TrialRecord) -> dict[str, int]:
-    return {
-        kind: max(getattr(trial, f"{column}_bytes"), default=0) for kind, column in COLUMNS.items()
-    }
 
 
 def _holding(text: str | None) -> Holding | None:

@@ -256,8 +256,6 @@ def _refuse(value: object) -> object:
 
 
 DeviceType: TypeAlias = Annotated[Literal["cpu", "cuda"], BeforeValidator(_refuse)]
-
-
 UNSHAPED = "none"
 _RATES = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
 """Units in bits per second."""

@@ -68,16 +68,12 @@ def redacted(text: str, secrets: tuple[str, ...] | None = None) -> str:
     text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) < LEAST:
         return text  # a fast path for short columns, the majority
-    for secret in _own_secrets() if secrets is None else secrets:
+    for secret in _cached(tuple(os.environ.items())) if secrets is None else secrets:
         text = text.replace(secret, REDACTED)
     for form in _FORMS:
         text = form.sub(REDACTED, text)
     text = _IN_ADDRESS.sub(rf"\1{REDACTED}@", text)
     return _AFTER_WORD.sub(rf"\1{REDACTED}", text)
-
-
-def _own_secrets() -> tuple[str, ...]:
-    return _cached(tuple(os.environ.items()))
 
 
 @functools.lru_cache(maxsize=1)

@@ -166,12 +166,8 @@ class States:
 
 
 StateKind = Literal["parameters", "gradients", "optimizer", "library"]
-
-
 Retained = tuple[StateKind, str, "Tensor | int"]
 """Kind, name, and the tensor, or its bytes if the library does not expose the tensor."""
-
-
 TrainStep = Callable[[Batch], "Tensor | None"]
 """Runs one optimizer step on a rank's share of a batch; returns its mean loss, if the rank has
 one."""

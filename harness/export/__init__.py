@@ -308,17 +308,12 @@ def write_files(files: dict[str, str], folder: Path) -> None:
             (temporary / name).write_text(content)
             if content.startswith("#!"):
                 (temporary / name).chmod(0o755)
-        temporary.chmod(0o777 & ~_umask())
+        os.umask(mask := os.umask(0))
+        temporary.chmod(0o777 & ~mask)
         temporary.replace(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 __all__ = ["TARGETS", "export_files", "known_target", "plan_of", "taken_by", "write_files"]

@@ -98,7 +98,11 @@ def _visible(variable: str | None) -> tuple[Gpu, ...]:
     with nvml() as library:
         if library is None:
             return ()
-        physical = _physical(library)
+        handles = {
+            number: library.handle("nvmlDeviceGetHandleByIndex", number)
+            for number in range(library.number("nvmlDeviceGetCount") or 0)
+        }
+        physical = {number: gpu for number, gpu in handles.items() if gpu is not None}
         slices = {number: _slices(library, gpu) for number, gpu in physical.items()}
         if variable is not None and variable.startswith("MIG-"):
             all_slices = [handle for of_gpu in slices.values() for handle in of_gpu]
@@ -113,12 +117,6 @@ def _visible(variable: str | None) -> tuple[Gpu, ...]:
             return _identities(library, [first_slice])
         gpus = [physical[number] for number in numbers]
         return _identities(library, [gpu for gpu in gpus if not library.is_divided(gpu)])
-
-
-def _physical(library: Nvml) -> dict[int, Handle]:
-    count = library.number("nvmlDeviceGetCount") or 0
-    gpus = {number: library.handle("nvmlDeviceGetHandleByIndex", number) for number in range(count)}
-    return {number: gpu for number, gpu in gpus.items() if gpu is not None}
 
 
 def _uuid(library: Nvml, handle: Handle) -> str:

@@ -25,16 +25,10 @@ REASONS = (
     "reliability limit",
 )
 """Reasons for lowered clocks, in the bit order of nvmlClocksEventReasons (nvml.h)."""
-
-
 _SLOWED = ("thermal slowdown by the driver", "thermal slowdown by hardware", "power brake")
 """Reasons that mark a trial; not a power cap, at which busy GPUs run."""
-
-
 _SLOWED_UNLESS_IDLE = "hardware slowdown"
 """Also reported by an idle GPU that changes its clocks (nvml.h)."""
-
-
 _LOWERED = 0.99
 """Fraction of the default power limit below which a limit counts as lowered."""
 
@@ -165,8 +159,6 @@ class GpuLook:
 
 _THROTTLED_SHARE = 0.01
 """Fraction of the timed seconds throttled by heat above which a trial is marked."""
-
-
 GIB = 2**30
 
 

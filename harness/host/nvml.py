@@ -15,12 +15,8 @@ from typing import Any, NewType
 from harness.host.amd import rocm_version
 
 Handle = NewType("Handle", object)
-
-
 _MOST_STARTS = 1000
 """Bound on starts, since libraries may never end NVML."""
-
-
 _NO_DRIVER = (9, 12)
 """NVML's error codes for a driver that is not loaded, and for a missing library (nvml.h)."""
 

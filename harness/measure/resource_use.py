@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 WINDOW_SECONDS = 0.03
 """Three ticks of the kernel's clock, enough to see a busy core."""
-
-
 FRESH_SECONDS = 0.2
 """Seconds for which an idle share is reused, longer than writing a record."""
 

@@ -18,8 +18,6 @@ from harness.record.profile_record import COMPONENTS, GPU_PARTS
 
 STRAGGLES = 0.15
 """Least excess of a straggler's time over the other ranks' median."""
-
-
 Kind = Literal[
     "operator",  # an operator computes on the CPU
     "flight",  # a collective from start to end, on any thread
@@ -41,11 +39,7 @@ Kind = Literal[
     "device data",  # the batch's copy to the device
     "device optimizer",  # from the optimizer's first kernel to its last
 ]
-
-
 _WAITS = {"wait": "communication", "bubble": "bubble", "offload": "offload", "data": "data"}
-
-
 _DEVICE = {
     "device optimizer": "optimizer",
     "device update": "optimizer",

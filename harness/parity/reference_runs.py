@@ -52,8 +52,9 @@ def reference_cell(cell: Cell) -> Cell:
         return reference
     parts = next(
         n
-        for n in _divisors(cell.global_batch)
-        if n % least == 0 and (_tokens(cell, n) <= MICRO_BATCH_TOKENS or n == cell.global_batch)
+        for n in range(1, cell.global_batch + 1)
+        if cell.global_batch % n == 0 == n % least
+        and (_tokens(cell, n) <= MICRO_BATCH_TOKENS or n == cell.global_batch)
     )
     return reference.model_copy(update={"micro_batches": parts})
 
@@ -98,10 +99,6 @@ def without_exchange(cell: Cell) -> tuple[Cell, int]:
         ranks = 1
     reference = cell.reference(NO_EXCHANGE)
     return reference.model_copy(update={"devices": ranks}), ranks
-
-
-def _divisors(number: int) -> Iterable[int]:
-    return (n for n in range(1, number + 1) if number % n == 0)
 
 
 def _tokens(cell: Cell, parts: int) -> int:

@@ -26,22 +26,16 @@ PRECISION = {
         4e-4, 5e-3, "fp16 keeps 11 bits of mantissa: sums in another order round differently"
     ),
 }
-
-
 HALF_BATCH_NORM = Tolerance(
     2e-2,
     0.4,
     "BatchNorm divides by statistics of rounded activations, which amplifies the rounding",
 )
-
-
 SPLIT_BATCH_NORM = Tolerance(
     EXACT.loss,
     EXACT.update,
     "BatchNorm normalises each replica's or micro-batch's own samples, in the reference too",
 )
-
-
 TIMES_NOISE = 5.0
 """Allowed multiple of the reference's noise."""
 
@@ -88,9 +82,6 @@ class Kind:
     """Whether `in_fp32` and `in_half` are limits themselves, independent of the update's."""
     times_widest_in_fp32: float = 1.0
     """Multiple of WIDEST_BY_NOISE up to which noise widens the limit in fp32."""
-
-    def times_widest(self, precision: str) -> float:
-        return 1.0 if precision in PRECISION else self.times_widest_in_fp32
 
     def times_update(self, precision: str) -> float:
         return self.in_half if precision in PRECISION else self.in_fp32
@@ -276,7 +267,8 @@ def widened(
     for kind in (kind for kind in KINDS if not kind.absolute):
         for name, moved in getattr(noise.deviations, kind.attribute).items():
             by_noise = TIMES_NOISE * moved / kind.times_update(precision)
-            for key, times in ((_tensor(name), 1.0), (name, kind.times_widest(precision))):
+            widest = 1.0 if precision in PRECISION else kind.times_widest_in_fp32
+            for key, times in ((_tensor(name), 1.0), (name, widest)):
                 wider = min(by_noise, times * most_update)
                 tensors[key] = max(tensors.get(key, allowed.update), wider)
     loss = max(allowed.loss, min(TIMES_NOISE * noise.loss, most_loss))

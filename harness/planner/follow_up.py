@@ -31,8 +31,6 @@ from harness.workloads import make_workload
 
 TRIALS = 5
 """Trials per cell, enough for an interval."""
-
-
 StrategyOptions: TypeAlias = tuple[str, dict[str, Any]]
 """Name of a strategy, and options beyond its defaults."""
 
@@ -165,7 +163,11 @@ def cells_of_layout(
         if layout.data == 1
         or (
             strategy.zero_stage == layout.zero
-            and (layout.accumulation == 1 or _whole_gradients(strategy) == layout.whole_gradients)
+            and (
+                layout.accumulation == 1
+                or (strategy.zero_stage >= 2 and strategy.accumulates_whole_gradients)
+                == layout.whole_gradients
+            )
         )
     ]
     if _gathers_bf16(question, layout):
@@ -214,10 +216,6 @@ def _gathers_bf16(question: ClusterQuestion, layout: PlannedLayout) -> bool:
     Under autocast, FSDP gathers fp32 ones, and backward keeps a bf16 copy of all.
     """
     return question.precision == "bf16" and layout.data > 1 and layout.zero >= 2
-
-
-def _whole_gradients(strategy: Strategy) -> bool:
-    return strategy.zero_stage >= 2 and strategy.accumulates_whole_gradients
 
 
 def cells_of_layouts(

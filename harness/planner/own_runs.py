@@ -30,8 +30,6 @@ COLUMNS = (
     *("model", "parameters", "method", "weights"),
     *("sequence_length", "micro_batch", "recompute", "step_seconds"),
 )
-
-
 Training = tuple[ModelShape, Recipe, float]
 """A measured training, with the median seconds of a step."""
 

@@ -378,8 +378,6 @@ def cell_columns(cell: Cell) -> dict[str, Any]:
 
 
 _OF_A_FIELD = [column for column in TrialRecord.columns() if column.name in Cell.model_fields]
-
-
 WORST_FIRST = (
     "failed",
     "timeout",

@@ -39,17 +39,9 @@ UNSHAPED_BITS_PER_SECOND = 8e9
 """Estimated rate between two emulated nodes without a limit."""
 CONTROL_SHARE = 0.12
 """Time of controls relative to that of steps, in `full`."""
-
-
 LIMIT_FACTOR = 8.0
 """Time limit over predicted time, for slow machines."""
-
-
 LEAST_LIMIT_SECONDS = 120.0
-
-
-def inputs_of(cell: Cell) -> Inputs:
-    return GPU if cell.device == "cuda" else CPU
 
 
 def has_control(cell: Cell) -> bool:
@@ -63,7 +55,7 @@ def trial_seconds(
 ) -> float:
     """Returns one trial's predicted seconds. `cores`: a node's; None: enough. `gpu`: NVML's name.
     `timed_seconds`: see Plan."""
-    inputs, strategy = inputs_of(cell), make_strategy(cell)
+    inputs, strategy = GPU if cell.device == "cuda" else CPU, make_strategy(cell)
     try:
         layout = strategy.layout(cell.devices)
     except Refused:

@@ -26,13 +26,9 @@ from harness.workloads.counts import model_facts
 
 MOST_OF_FREE_MEMORY = 0.25
 """Largest fraction of available memory for copies of ranks' states (harness/worker/rewind.py)."""
-
-
 SAMPLES_PER_CONTROL = 8
 """Samples that a rank trains between controls. Ranks restart together after one, which favours
 frequent synchronisation."""
-
-
 LAUNCHES_PER_REWIND = 3
 """One trial in this many rewinds the state, which takes a second."""
 REWOUND_ELSEWHERE = "another trial of the cell is rewound"

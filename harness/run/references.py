@@ -164,7 +164,9 @@ class ReferenceRuns:
             return verified(prepared, outcome, self.failures.get(reference.folder, ""))
         self._learn_losses(launcher, cell, reference, outcome)
         verification = verified(prepared, outcome)
-        if reference.drift is None and _diverged_later(verification):
+        verdict = verification.verdict
+        diverged_later = verdict and verdict.verdict == "diverged" and verification.later_deviations
+        if reference.drift is None and diverged_later:
             self._learn_drift(launcher, cell, reference)
             verification = verified(prepared, outcome)
         return verification
@@ -190,11 +192,6 @@ class ReferenceRuns:
         drift = loss_deviations(again, losses) if len(again) == len(losses) else []
         # If both runs rounded alike, the drift tells you nothing about other runs.
         reference.note_drift(drift if any(drift) else [])
-
-
-def _diverged_later(verification: Verification) -> bool:
-    verdict = verification.verdict
-    return bool(verdict and verdict.verdict == "diverged" and verification.later_deviations)
 
 
 def declared(cell: Cell) -> Tolerance:

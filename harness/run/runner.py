@@ -215,7 +215,8 @@ class Runner:
         if not wanted:
             return []
         number = max(trial.trial for trial in self._recorded) + 1
-        groups = self._interleaved_groups(heats)
+        fit = [[cell for cell in heat if may_be_in_heat(cell)] for heat in heats]
+        groups = [heat for heat in fit if len(heat) > 1 and self._may_interleave(heat)]
         in_heats = {cell.id for group in groups for cell in group}
         groups += [[by_id[name]] for name in wanted if name not in in_heats]
         seconds = {str(at): self._group_seconds(group, number) for at, group in enumerate(groups)}
@@ -237,10 +238,6 @@ class Runner:
         ]
         position = max(trial.position for trial in self._recorded) + 1
         return [PendingTrial(position + at, *trial) for at, trial in enumerate(numbered)]
-
-    def _interleaved_groups(self, heats: Sequence[Sequence[Cell]]) -> list[list[Cell]]:
-        fit = [[cell for cell in heat if may_be_in_heat(cell)] for heat in heats]
-        return [heat for heat in fit if len(heat) > 1 and self._may_interleave(heat)]
 
     def _may_interleave(self, cells: Sequence[Cell]) -> bool:
         if self.launcher is not Launcher or not self.plan.timed_seconds:

@@ -24,7 +24,6 @@ from harness.workloads import Workload, make_workload
 from harness.workloads.low_precision import store_as_floats
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
@@ -112,7 +111,10 @@ class Fsdp2(Strategy):
         if self.prefetch:
             prefetch_neighbours(blocks)
         optimizer = job.optimizer_of(model)
-        job.register(model, optimizer).gather = lambda: shards_on_device(job, model)
+        # Only the device's process group can gather offloaded shards.
+        job.register(model, optimizer).gather = lambda: (
+            (name, p.detach().to(job.device)) for name, p in model.named_parameters()
+        )
         job = own_precision(job) if self.mixed_precision else job
         no_sync = functools.partial(without_sync, root) if self.no_sync else None
         return standard_step(job, model, optimizer, no_sync=no_sync)
@@ -166,11 +168,6 @@ def prefetch_neighbours(blocks: Sequence[FSDPModule]) -> None:
     for block, after in itertools.pairwise(blocks):
         block.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([block])
-
-
-def shards_on_device(job: Job, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields parameters on the device, whose process group can gather offloaded shards."""
-    return ((name, p.detach().to(job.device)) for name, p in model.named_parameters())
 
 
 @contextlib.contextmanager

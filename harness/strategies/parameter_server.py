@@ -25,15 +25,9 @@ if TYPE_CHECKING:
 
 Reply = tuple[list["Tensor"], float]
 """New parameters, and the scale of the next loss."""
-
-
 Push = tuple[int, list["Tensor"], "Future[Reply]"]
 """A worker's rank, its gradients, and the future of its reply."""
-
-
 _PUSHED: SimpleQueue[Push] = SimpleQueue()
-
-
 _HEARD: SimpleQueue[int] = SimpleQueue()
 
 

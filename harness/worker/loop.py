@@ -302,7 +302,8 @@ class Loop:
         if not (agree or self._first_pause() or len(self.steps) % control.every == 0):
             return
         began = time.perf_counter()
-        pause = control.pause(self._mean_step_seconds() if agree else 0.0)
+        timed = [step.step_seconds for step in self.steps if step.phase == "timed"]
+        pause = control.pause(sum(timed) / len(timed) if agree else 0.0)
         last = self.steps[-1]
         self.steps[-1] = replace(
             last,
@@ -324,10 +325,6 @@ class Loop:
         return self.next_step == self.job.cell.warmup_steps and all(
             step.left_over_seconds is None for step in self.steps
         )
-
-    def _mean_step_seconds(self) -> float:
-        seconds = [step.step_seconds for step in self.steps if step.phase == "timed"]
-        return sum(seconds) / len(seconds)
 
     def joules_per_step(self) -> float | None:
         """Returns energy per timed step, without the control's share of the time."""

@@ -18,8 +18,6 @@ _MPI = {
     "LOCAL_RANK": "LOCAL_RANK",
     "LOCAL_WORLD_SIZE": "LOCAL_SIZE",
 }
-
-
 _KEPT: list[object] = []
 
 

@@ -96,8 +96,6 @@ _NO_MEMORY = (
     "failed to cuda malloc",
     "failed to cuda host alloc",
 )
-
-
 PRELOAD = "PARALLELISM_BENCH_PRELOAD"
 """Environment variable: more packages for the fork server."""
 

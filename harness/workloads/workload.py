@@ -40,8 +40,6 @@ OTHER_EXPERTS = Tolerance(
     " and their router are trained on other tokens",
 )
 """Tolerance for routers in half precision, where rounding decides between similar scores."""
-
-
 NEARLY_EQUAL_SCORES = Tolerance(
     1e-5,
     0.02,
@@ -49,12 +47,8 @@ NEARLY_EQUAL_SCORES = Tolerance(
     " token goes",
 )
 """Tolerance for routers in fp32 (docs/studies/parity-deviations.md)."""
-
-
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer")
 """Config entries with the number of blocks."""
-
-
 AUTO: dict[Kind, str] = {
     "causal": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",

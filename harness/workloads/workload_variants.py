@@ -65,8 +65,6 @@ SUFFIXES = {**STORAGES, **ADAPTERS}
 FLOAT8 = "float8"
 QUANTISED = ("int8", "nf4")
 HALF = ("bf16", "fp16")
-
-
 _TOLERANCES = {
     "bf16": Tolerance(
         5e-3,

@@ -14,8 +14,6 @@ from harness.cell.yaml_text import parse_yaml
 from harness.planner.cluster.anchor import Anchor
 
 DEFAULT = Path(__file__).parents[1].joinpath("calibration.yaml")
-
-
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

@@ -50,8 +50,6 @@ SPAN = 16.0
 """Largest ratio between the sizes of compared models."""
 STEPS_BELOW, STEPS_ABOVE = 3, 2
 """Halvings and doublings of the question's device count."""
-
-
 PART_WORDS = {
     "compute": "computing",
     "activation_exchange": "exposed communication of tensor, context and expert parallelism",
@@ -262,9 +260,12 @@ def _nothing_fits(
 ) -> str:
     cluster, name, count = question.cluster, question.shape.name, len(result.layouts)
     if not result.fed.any():
+        layouts = result.layouts
+        needed = layouts.data * layouts.micro_batch * (layouts.pipeline - 1)
+        batch = int(needed[layouts.chunks == 1].min())
         return (
             f"a batch of {question.global_batch} gives all {count} layouts of {name} too few"
-            f" micro-batches for their pipelines; use a batch of {_fed_batch(result)}"
+            f" micro-batches for their pipelines; use a batch of {batch}"
         )
     text = (
         f"none of {count} layouts of {name} with {question.sequence_length} tokens per sequence"
@@ -280,13 +281,6 @@ def _nothing_fits(
     else:
         remedies.append("give a device with more memory")
     return f"{text}; {', or '.join(remedies)}"
-
-
-def _fed_batch(result: Predictions) -> int:
-    layouts = result.layouts
-    plain = layouts.chunks == 1
-    needed = layouts.data * layouts.micro_batch * (layouts.pipeline - 1)
-    return int(needed[plain].min())
 
 
 def _what_is_missing(question: ClusterQuestion, result: Predictions) -> str:

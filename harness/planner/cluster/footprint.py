@@ -59,8 +59,6 @@ SPREADS = {
     "offload": 0.08,
 }
 """Additional spread of unmeasured setups; `gpus` is per doubling beyond two."""
-
-
 FSDP2: tuple[Library, ...] = ("transformers", "fused")
 """Libraries whose users shard with FSDP2, by layers, with embedding and head as one unit."""
 

@@ -23,7 +23,7 @@ from harness.host.environment import version_of
 from harness.planner.rehearsal.ledger import KINDS, Kind, Ledger, Phase, StepRegion
 from harness.planner.rehearsal.world import fake_batch, fake_rank
 from harness.seam.base import Strategy
-from harness.seam.job import Job, Recompute, TrainState
+from harness.seam.job import Job, Recompute
 from harness.seam.registry import validate
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import cache_file, keep
@@ -108,15 +108,10 @@ def rehearse_rank(
             split = peak.split()
             if sum(split.values()) > sum(places.get(where, {}).values()):
                 places[where] = split
-    owns_some_parameters = _owns_some(job.train_state)
-    return RankPeaks(
-        rank, workload.blocks, places, resident, ledger.largest_buffer, owns_some_parameters
-    )
-
-
-def _owns_some(train_state: TrainState) -> bool:
-    updated = sum(len(group["params"]) for o in train_state.optimizers for group in o.param_groups)
-    return updated < sum(p.requires_grad for p in train_state.model.parameters())
+    state = job.train_state
+    updated = sum(len(group["params"]) for o in state.optimizers for group in o.param_groups)
+    owns_some = updated < sum(p.requires_grad for p in state.model.parameters())
+    return RankPeaks(rank, workload.blocks, places, resident, ledger.largest_buffer, owns_some)
 
 
 def _from_ends(region: StepRegion, blocks: int) -> Iterator[RelativeRegion]:
