@@ -105,15 +105,14 @@ def states_line(report: RunReport) -> str:
     return f"what is kept between steps; {near} of {cells} within {percent(WITHIN)} of the formula"
 
 
-def _states_rows(report: RunReport) -> list[CellResult]:
-    groups = by_setting(with_states(report.cells))
-    return [cell for group in groups for cell in by_state_bytes(group.rows)]
-
-
 STATES: Numbers[RunReport] = Numbers(
     "states-table",
     "States between steps against the formula",
-    _states_rows,
+    lambda report: [
+        cell
+        for group in by_setting(with_states(report.cells))
+        for cell in by_state_bytes(group.rows)
+    ],
     lambda _: [
         *(
             mebibytes(kind.capitalize(), field, f"{kind} of the fullest rank between steps")
@@ -225,10 +224,6 @@ def rank_bars(report: RunReport) -> list[Bars]:
     ]
 
 
-def _peaks(cell: CellResult) -> ui.Td:
-    return words(", ".join(number(peak / MIB) for peak in cell.memory.peak_memory_bytes_by_rank))
-
-
 RANKS: Numbers[RunReport] = Numbers(
     "ranks-table",
     "Peak memory of each rank",
@@ -236,7 +231,12 @@ RANKS: Numbers[RunReport] = Numbers(
     lambda _: [
         computed("Uneven", "imbalance", imbalance, unit="largest / mean"),
         ReportColumn(
-            "Peaks", _peaks, "MiB, in the order of ranks", "in the trial with the largest"
+            "Peaks",
+            lambda cell: words(
+                ", ".join(number(peak / MIB) for peak in cell.memory.peak_memory_bytes_by_rank)
+            ),
+            "MiB, in the order of ranks",
+            "in the trial with the largest",
         ),
     ],
 )

@@ -291,15 +291,14 @@ def _traffic_note(report: RunReport) -> ui.Words:
     return phrase(prose("traffic"), phrase(" ", prose("ring", limits=limits)) if limits else "")
 
 
-def _traffic_rows(report: RunReport) -> list[CellResult]:
-    groups = by_setting(with_traffic(report.cells))
-    return [cell for group in groups for cell in sorted(group.rows, key=sent)]
-
-
 TRAFFIC: Numbers[RunReport] = Numbers(
     "traffic-table",
     "Bytes sent per rank and step",
-    _traffic_rows,
+    lambda report: [
+        cell
+        for group in by_setting(with_traffic(report.cells))
+        for cell in sorted(group.rows, key=sent)
+    ],
     lambda _: [
         mebibytes("Sent", "sent_bytes_per_step", "by the rank that sends most", "MiB per step"),
         computed(

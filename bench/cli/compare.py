@@ -103,9 +103,11 @@ def compare(
         else compare_sides(*find_sides(named_sides, baseline, results))
     )
     if out is not None or not json_output:
-        _write(comparison, format_name or _by_suffix(out), out)
+        suffixes = {".md": "md", ".json": "json", ".html": "html"}
+        by_suffix = suffixes.get(out.suffix if out else "", "table")
+        _write(comparison, format_name or by_suffix, out)
     if json_output:
-        _give(_text(comparison, "json"), None)
+        _write(comparison, "json", None)
     elif out is not None:
         print(out)
     if fail_on and not comparison.comparisons and not comparison.regressions:
@@ -117,11 +119,17 @@ def compare(
         raise typer.Exit(1)
 
 
-def _write(comparison: RunComparison, format_name: str, out: Path | None) -> None:
-    if format_name == "table":
-        _table(comparison, out)
+def _write(comparison: RunComparison, chosen: str, out: Path | None) -> None:
+    from bench.cli import terminal
+    from reports import write_whole
+    from reports.runs import told
+
+    if out is not None:
+        write_whole(_text(comparison, chosen), out, "python -m bench compare A B --out FILE")
+    elif chosen == "table":
+        terminal.write(terminal.console(), told(comparison))
     else:
-        _give(_text(comparison, format_name), out)
+        print(_text(comparison, chosen), end="")
 
 
 def _within(
@@ -160,42 +168,22 @@ def _within(
     return compare_cells(run_id, pairs, patterns)
 
 
-def _by_suffix(out: Path | None) -> str:
-    return {".md": "md", ".json": "json", ".html": "html"}.get(out.suffix if out else "", "table")
-
-
 def _text(comparison: RunComparison, chosen: str) -> str:
-    from reports.runs import markdown, page
-
-    if chosen == "json":
-        return json.dumps(comparison.as_json()) + "\n"
-    return markdown(comparison) if chosen == "md" else page(comparison)
-
-
-def _give(text: str, out: Path | None) -> None:
-    from reports import write_whole
-
-    if out is None:
-        print(text, end="")
-    else:
-        write_whole(text, out, "python -m bench compare A B --out FILE")
-
-
-def _table(comparison: RunComparison, out: Path | None) -> None:
     import io
 
     from rich.console import Console
 
     from bench.cli import terminal
-    from reports.runs import told
+    from reports.runs import markdown, page, told
 
-    if out is None:
-        terminal.write(terminal.console(), told(comparison))
-        return
-    console = Console(file=io.StringIO(), width=160, highlight=False, soft_wrap=True)
-    terminal.write(console, told(comparison))
-    assert isinstance(console.file, io.StringIO)
-    _give(console.file.getvalue(), out)
+    if chosen == "json":
+        return json.dumps(comparison.as_json()) + "\n"
+    if chosen in ("md", "html"):
+        return markdown(comparison) if chosen == "md" else page(comparison)
+    with io.StringIO() as text:
+        console = Console(file=text, width=160, highlight=False, soft_wrap=True)
+        terminal.write(console, told(comparison))
+        return text.getvalue()
 
 
 def _show_history(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -223,34 +224,28 @@ def _strategies() -> dict[str, str]:
     from harness.workloads import make_workload
 
     rows = {}
+    trained = [("llama-mini", "fp32"), ("llama-mini", "bf16"), ("resnet-micro", "fp32")]
     for name, cls in strategies().items():
         state = "ready"
-        for devices in (2, 1, 4, 8):
-            for workload, precision in (
-                ("llama-mini", "fp32"),
-                ("llama-mini", "bf16"),
-                ("resnet-micro", "fp32"),
-            ):
-                cell = Cell.model_validate(
-                    {
-                        "strategy": name,
-                        "workload": workload,
-                        "precision": precision,
-                        "devices": devices,
-                        "device": device_type(),
-                        "warmup_steps": 3,
-                    }
-                )
-                try:
-                    validate(cell, make_workload(workload))
-                    stand_in = cls().stand_in(cell)
-                    state = f"ready; stand-in: {stand_in}" if stand_in else "ready"
-                    break
-                except Unavailable as error:
-                    state = f"unavailable: {error}"
-                except (Refused, UsageError) as error:
-                    state = f"refused: {error}"
-            if state.startswith("ready"):
+        for devices, (workload, precision) in itertools.product((2, 1, 4, 8), trained):
+            cell = Cell.model_validate(
+                {
+                    "strategy": name,
+                    "workload": workload,
+                    "precision": precision,
+                    "devices": devices,
+                    "device": device_type(),
+                    "warmup_steps": 3,
+                }
+            )
+            try:
+                validate(cell, make_workload(workload))
+                stand_in = cls().stand_in(cell)
+                state = f"ready; stand-in: {stand_in}" if stand_in else "ready"
                 break
+            except Unavailable as error:
+                state = f"unavailable: {error}"
+            except (Refused, UsageError) as error:
+                state = f"refused: {error}"
         rows[name] = state
     return rows

@@ -203,7 +203,12 @@ def _show(answer: ClusterPlan, sentences: list[str], source: str, written: list[
 
     console = terminal.console()
     console.print(_table(answer))
-    for sentence in (*sentences, *_not_rehearsed(answer)):
+    missing = [
+        f"not rehearsed: {row.layout.text}: {row.rehearsal}"
+        for row in answer.candidates
+        if row.rehearsal and row.rehearsed_bytes is None
+    ]
+    for sentence in (*sentences, *missing):
         console.print(escape(sentence))
     dropped = ", ".join(f"{count} for {reason}" for reason, count in answer.dropped.items())
     console.print(
@@ -213,14 +218,6 @@ def _show(answer: ClusterPlan, sentences: list[str], source: str, written: list[
     console.print(escape(f"constants: {source}"))
     for sentence in written:
         console.print(escape(sentence))
-
-
-def _not_rehearsed(answer: ClusterPlan) -> list[str]:
-    return [
-        f"not rehearsed: {row.layout.text}: {row.rehearsal}"
-        for row in answer.candidates
-        if row.rehearsal and row.rehearsed_bytes is None
-    ]
 
 
 def _tied_cells(every: ClusterPlan, model: str, file: Path) -> tuple[FollowUp, list[str]]:

@@ -61,13 +61,13 @@ def _show_dry_run(
     plan, host = prepared.plan, prepared.host
     planned = planned_headline(plan, host.cores, prepared.baseline)
     if planned:
-        show_headline(console, plan, planned)
+        show_headline(console, plan, *planned)
     show_inputs(console, host.device)
     if json_output:
         expected = {
             "expected_seconds": prepared.seconds,
             "references": dataclasses.asdict(prepared.references),
-            "headline": planned and headline_as_json(planned),
+            "headline": planned and headline_as_json(*planned),
             "gpus_unused": gpus_unused,
         }
         print(json.dumps(json.loads(plan.to_json()) | expected))

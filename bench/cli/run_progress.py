@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from bench.cli.terminal import duration, table
 from harness.analysis.maxsize import millions
 from harness.cell.errors import plural
+from harness.run.allocation import may_be_advised
 from harness.run.runner import ProgressListener
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from harness.cell.cell import Cell
     from harness.record.plan import Plan
     from harness.record.trial import TrialRecord
-    from harness.run.allocation import PlannedHeadline
 
 AS_EXPECTED = 0.1
 """Weight of the initial estimate, as a share of the run's expected seconds: a first trial that
@@ -222,14 +222,16 @@ def show_plan(out: Console, prepared: Prepared) -> None:
         )
 
 
-def show_headline(out: Console, planned: Plan, headline: PlannedHeadline) -> None:
-    cell, baseline = headline.cells[0], headline.baseline
+def show_headline(
+    out: Console, planned: Plan, cells: Sequence[Cell], baseline: Cell | None
+) -> None:
+    cell, candidates = cells[0], sum(map(may_be_advised, cells))
     against = "no baseline"
     if baseline is not None:
         against = f"baseline {baseline.label}, {plural(planned.trials_of(baseline), 'trial')}"
     out.print(
         f"headline: {cell.workload_name} · {cell.device} x{cell.devices} · {cell.precision} · batch"
-        f" {cell.global_batch}: {len(headline.candidates)} of {len(headline.cells)} cells may be"
+        f" {cell.global_batch}: {candidates} of {len(cells)} cells may be"
         f" advised; {against}",
         markup=False,
         highlight=False,
@@ -237,13 +239,13 @@ def show_headline(out: Console, planned: Plan, headline: PlannedHeadline) -> Non
     )
 
 
-def headline_as_json(headline: PlannedHeadline) -> dict[str, object]:
+def headline_as_json(cells: Sequence[Cell], baseline: Cell | None) -> dict[str, object]:
     fields = ("workload", "device", "devices", "nodes", "precision", "global_batch")
     return {
-        **{name: getattr(headline.cells[0], name) for name in fields},
-        "cells": len(headline.cells),
-        "baseline_cell_id": headline.baseline and headline.baseline.id,
-        "candidate_cell_ids": [cell.id for cell in headline.candidates],
+        **{name: getattr(cells[0], name) for name in fields},
+        "cells": len(cells),
+        "baseline_cell_id": baseline and baseline.id,
+        "candidate_cell_ids": [cell.id for cell in filter(may_be_advised, cells)],
     }
 
 

@@ -222,7 +222,13 @@ def _series(every: Sequence[MeasuredCell], figure: Figure) -> Series | None:
     if not good:
         return None
     newest = good[-1]
-    same = [cell for cell in good if _comparable(cell, newest, figure)]
+    measured_by = newest.result.memory.memory_method
+    same = [
+        cell
+        for cell in good
+        if (figure == "throughput" or cell.result.memory.memory_method == measured_by)
+        and cell.comparable(newest)
+    ]
     recent = same[-MOST_RUNS:]
     values = [estimate([*_by_round(cell, figure).values()]) for cell in recent]
     edges = change_points([value.value for value in values], SMALLEST_EFFECTS[figure])
@@ -240,11 +246,6 @@ def _by_round(cell: MeasuredCell, figure: Figure) -> Mapping[int, float]:
     return (
         cell.result.speed.by_round if figure == "throughput" else cell.result.memory.peak_by_round
     )
-
-
-def _comparable(cell: MeasuredCell, other: MeasuredCell, figure: Figure) -> bool:
-    same_method = cell.result.memory.memory_method == other.result.memory.memory_method
-    return (figure == "throughput" or same_method) and cell.comparable(other)
 
 
 def method(figure: Figure) -> dict[str, str]:

@@ -143,23 +143,17 @@ def _places(variable: str, uuids: Sequence[str]) -> list[int]:
     chosen: list[int] = []
     by_uuid = variable.startswith("GPU-")
     for word in variable.split(","):
-        index = _of_uuid(word, uuids) if by_uuid else _leading_number(word)
+        digits = re.match(r"[+-]?\d+", word.strip(), re.ASCII)
+        index = int(digits[0]) if digits else -1
+        if by_uuid:
+            matching = [place for place, uuid in enumerate(uuids) if uuid.startswith(word)]
+            index = matching[0] if len(matching) == 1 else -1
         if index in chosen:
             return []
         if index < 0 or (by_uuid and not word.startswith("GPU-")):
             break
         chosen.append(index)
     return chosen[: next((i for i, index in enumerate(chosen) if index >= len(uuids)), None)]
-
-
-def _of_uuid(word: str, uuids: Sequence[str]) -> int:
-    matching = [index for index, uuid in enumerate(uuids) if uuid.startswith(word)]
-    return matching[0] if len(matching) == 1 else -1
-
-
-def _leading_number(word: str) -> int:
-    digits = re.match(r"[+-]?\d+", word.strip(), re.ASCII)
-    return int(digits[0]) if digits else -1
 
 
 def _identities(library: Nvml, handles: Sequence[Handle]) -> tuple[Gpu, ...]:

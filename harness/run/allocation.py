@@ -5,7 +5,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from harness.analysis.answer import entrants
 from harness.analysis.race import next_heats
@@ -21,16 +20,6 @@ from harness.record.store import EndedTrial
 from harness.record.trial import TrialRecord
 from harness.seam.registry import make_strategy, stand_in_of
 from harness.workloads import make_workload
-
-
-@dataclass(frozen=True)
-class PlannedHeadline:
-    """Cells that will lead a run's report."""
-
-    cells: tuple[Cell, ...]
-    baseline: Cell | None
-    candidates: tuple[Cell, ...]
-    """Cells without stand-ins that are declared to train like one process."""
 
 
 def launches_per_round(
@@ -65,9 +54,9 @@ def _compared(cells: Sequence[Cell], cores: int | None) -> list[list[Cell]]:
 
 def planned_headline(
     plan: Plan, cores: int | None = None, chosen: Choice | None = None
-) -> PlannedHeadline | None:
-    """Returns the group of cells that will lead the report, if any can be compared. `chosen`: see
-    `baseline_of`."""
+) -> tuple[list[Cell], Cell | None] | None:
+    """Returns the cells that will lead the report, and their baseline; None if none can be
+    compared. `chosen`: see `baseline_of`."""
     groups = [] if plan.search else _groups(plan.cells)
     number = Counter(cell.workload for cell in plan.cells)
     groups.sort(key=lambda group: -number[group[0].workload])
@@ -86,9 +75,7 @@ def planned_headline(
     if index is None:
         return None
     group = [cell for cell in groups[index] if not _crowded(cell, cores)] or groups[index]
-    return PlannedHeadline(
-        tuple(group), _planned_baseline(group, chosen), tuple(filter(_may_be_advised, group))
-    )
+    return group, _planned_baseline(group, chosen)
 
 
 def _groups(cells: Sequence[Cell]) -> list[list[Cell]]:
@@ -103,7 +90,8 @@ def _crowded(cell: Cell, cores: int | None) -> bool:
     return oversubscribed(cell, None if cores is None else cell.nodes * cores)
 
 
-def _may_be_advised(cell: Cell) -> bool:
+def may_be_advised(cell: Cell) -> bool:
+    """Returns whether a cell has no stand-in, and is declared to train like one process."""
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     if stand_in_of(strategy, cell, workload):
         return False

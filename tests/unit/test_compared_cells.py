@@ -67,8 +67,9 @@ def test_the_chosen_baseline_gets_more_trials_per_round(
     assert counts == dict.fromkeys(STRATEGIES, 1) | {expected: 2}
     headline = planned_headline(plan, 2, baseline_choice(pattern, plan.cells))
     assert headline is not None
-    assert headline.baseline is not None
-    assert headline.baseline.strategy == expected
+    _, baseline = headline
+    assert baseline is not None
+    assert baseline.strategy == expected
 
 
 @pytest.mark.parametrize(("pattern", "expected"), [("", "ddp"), ("fsdp2", "fsdp2")])
