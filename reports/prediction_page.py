@@ -102,11 +102,10 @@ def _charts(by_model: Mapping[str, Sequence[Square]]) -> Iterator[ui.Chart]:
         slowest = tuple(asked.tokens / best.seconds_high for asked, best in ran)
         fastest = tuple(asked.tokens / best.seconds_low for asked, best in ran)
         speeds.append(Line(model, counts, rates, slowest, fastest))
-        gigabytes = (
-            tuple(getattr(best, f"reserved_{name}") / 1e9 for _, best in ran)
-            for name in ("bytes", "low", "high")
-        )
-        memories.append(Line(model, counts, *gigabytes))
+        reserved = tuple(best.reserved_bytes / 1e9 for _, best in ran)
+        least = tuple(best.reserved_low / 1e9 for _, best in ran)
+        most = tuple(best.reserved_high / 1e9 for _, best in ran)
+        memories.append(Line(model, counts, reserved, least, most))
     for name, title, unit, lines in (
         ("throughput", "Throughput", "tokens/s", speeds),
         ("memory", "Memory of the fullest device", "GB", memories),

@@ -302,8 +302,8 @@ class Loop:
         if not (agree or self._first_pause() or len(self.steps) % control.every == 0):
             return
         began = time.perf_counter()
-        timed = [step.step_seconds for step in self.steps if step.phase == "timed"]
-        pause = control.pause(sum(timed) / len(timed) if agree else 0.0)
+        seconds = [step.step_seconds for step in self.steps if step.phase == "timed"]
+        pause = control.pause(sum(seconds) / len(seconds) if agree else 0.0)
         last = self.steps[-1]
         self.steps[-1] = replace(
             last,
