@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench.select import baseline_choice
-from harness.analysis.answer import answer, nothing_to_choose, why_no_advice
+from harness.analysis.answer import answer, nothing_to_choose
 from harness.analysis.cell_result import CellResult
 from harness.analysis.estimates import NONE, Spread, Window, adjustment, moderated, prior
 from harness.analysis.ranking import (
@@ -373,20 +373,6 @@ def test_no_advice_where_there_is_nothing_to_choose(cells: list[CellResult]) -> 
     assert all(reasons)
     assert answer(alone) is None
     assert answer(crowded) is None
-
-
-def test_no_advice_on_one_trial_per_cell() -> None:
-    """Cells with one trial still race. The third cell's two trials give all cells an interval."""
-    rows = _rows(Cell(strategy="a", devices=2), [1.0], [0.1])
-    rows += _rows(Cell(strategy="b", devices=2), [1.1], [0.1], wraps_ddp="torchrun")
-    once = cell_results(frame_of(rows))
-    assert nothing_to_choose(once) == ""
-    assert why_no_advice(once) != ""
-    assert answer(once) is None
-    rows += _rows(Cell(strategy="c", devices=2), [1.2, 1.21], [0.1, 0.1])
-    repeated = cell_results(frame_of(rows))
-    assert why_no_advice(repeated) == ""
-    assert answer(repeated) is not None
 
 
 def test_the_baseline_with_more_trials_is_chosen() -> None:

@@ -21,7 +21,7 @@ from reports.export_records import FIGURES, IDENTITY, LISTS, as_csv, as_json
 from reports.run_report import RunReport, ran
 from reports.run_sections import SECTIONS, run_page, run_text
 from tests import commands
-from tests.unit.html_page import HOSTILE, Page, content_policy
+from tests.unit.html_page import Page, content_policy
 from tests.unit.made_results import (
     left_out,
     searched,
@@ -151,9 +151,8 @@ def test_the_page_for_print_is_light_open_and_without_script(one: RunReport, htm
     ), "both pages have the same words"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", [*HOSTILE, "", "=1+1", "@everyone", "`a` [b](c:d) | e\n# heading"])
-def test_hostile_text_is_only_text_in_data_and_markdown(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["", "=1+1", "@everyone", "<img> `a` [b](c:d) | e\n# heading"])
+def test_formulas_mentions_and_markup_are_only_text(text: str, tmp_path: Path) -> None:
     a, b = (Cell(strategy=text, workload=text, system=text, devices=n) for n in (1, 2))
     odd = {"parity_reason": text, "parity_verdict": "within tolerance", "stand_in": text}
     rows = trial_rows(a, [3.0, 3.1], **odd, peak_memory_bytes=None, mfu=math.nan)

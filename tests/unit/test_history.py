@@ -22,7 +22,7 @@ from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from tests import commands
-from tests.unit.made_results import MIB, left_out, run_row, trial_rows
+from tests.unit.made_results import left_out, run_row, trial_rows
 
 CELL = Cell(strategy="ddp", devices=2)
 OTHER = Cell(strategy="fsdp2", devices=2)
@@ -139,11 +139,6 @@ def test_a_series_is_of_equal_hardware_and_verified_runs(tmp_path: Path) -> None
     assert series.last_change.change == pytest.approx(-0.1)
     assert series.last_change.run_id.startswith("20260108")
     assert series.newest.value.low is not None
-
-
-def test_memory_is_followed_by_its_median(tmp_path: Path) -> None:
-    (series,) = histories(measured(stored(tmp_path, [100.0] * 3).load(steps=False)), "memory")
-    assert [point.value.value for point in series.points] == [101 * MIB] * 3
 
 
 def ask(folder: Path, *words: str) -> str:
