@@ -83,9 +83,8 @@ def outputs(script: str, folder: Path, **variables: str) -> dict[str, str]:
 
 
 def test_a_job_can_use_the_action_twice(tmp_path: Path) -> None:
-    suite = tmp_path / "suite"
-    executable(suite / "scripts" / "two_sides.sh", '#!/bin/sh\n[ -d "$1" ]\n')
-    variables = {"SUITE": str(suite), "RUNNER_TEMP": str(tmp_path)}
+    executable(tmp_path / "scripts" / "two_sides.sh", '#!/bin/sh\n[ -d "$1" ]\n')
+    variables = {"SUITE": str(tmp_path), "RUNNER_TEMP": str(tmp_path)}
     first, second = (outputs(INSTALL["run"], tmp_path, **variables)["work"] for _ in range(2))
     assert first != second
     assert INSTALL["id"] in COMPARE["env"]["WORK"]

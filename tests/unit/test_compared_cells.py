@@ -58,29 +58,26 @@ def test_a_plan_without_a_baseline_repeats_and_races(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("pattern", "expected"), [("", "ddp"), ("fsdp2", "fsdp2")])
-def test_the_chosen_baseline_gets_more_trials_per_round(
+def test_the_chosen_baseline_gets_more_trials_per_round_and_is_in_each_heat(
     tmp_path: Path, pattern: str, expected: str
 ) -> None:
     options = CommandOptions(matrix=matrix_of(tmp_path), baseline=pattern)
     plan, _ = kept_or_new_plan(Store(tmp_path), options)
     counts = {cell.strategy: plan.launches_per_round.get(cell.id, 1) for cell in plan.cells}
     assert counts == dict.fromkeys(STRATEGIES, 1) | {expected: 2}
-    headline = planned_headline(plan, 2, baseline_choice(pattern, plan.cells))
+    choice = baseline_choice(pattern, plan.cells)
+    headline = planned_headline(plan, 2, choice)
     assert headline is not None
     _, baseline = headline
     assert baseline is not None
     assert baseline.strategy == expected
-
-
-@pytest.mark.parametrize(("pattern", "expected"), [("", "ddp"), ("fsdp2", "fsdp2")])
-def test_each_heat_has_the_chosen_baseline(pattern: str, expected: str) -> None:
-    plan = Plan("run-1", "test", tuple(CELLS), 1, until_answered=True)
     trials = [
-        TrialRecord(**trial_row(cell, 0, samples_per_second=10.0, wraps_ddp=wraps))
+        TrialRecord(**trial_row(cell, wraps_ddp="torchrun" if cell.strategy == "ddp" else None))
         for cell in CELLS
-        for wraps in ["torchrun" if cell.strategy == "ddp" else None]
     ]
-    heats = worth_launching(plan, trials, baseline_choice(pattern, CELLS))
+    heats = worth_launching(
+        Plan("run-1", "test", (*CELLS,), 1, until_answered=True), trials, choice
+    )
     assert len(heats) == 2
     chosen = next(cell.id for cell in CELLS if cell.strategy == expected)
     assert all(chosen in heat for heat in heats)

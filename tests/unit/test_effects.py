@@ -16,7 +16,6 @@ from harness.analysis.effects import _mean_ratio, effects_of
 from harness.analysis.ranking import compare
 from harness.analysis.stats import CONFIDENCE, LogEstimate
 from harness.cell.cell import Cell
-from reports.comparison_sections import COLUMNS, best_text, rows_of
 
 
 def result(rate: float, peak: int, workload: str = "llama-micro", **axes: Any) -> CellResult:
@@ -116,14 +115,6 @@ def test_one_pair_has_the_same_interval_alone_and_on_average() -> None:
     assert mean is not None
     assert alone is not None
     assert (mean.low, mean.high) == pytest.approx((alone.low, alone.high))
-
-
-def test_the_best_combinations_are_named() -> None:
-    (effects,) = effects_of(combinations())
-    assert effects.fastest.cell.precision == "bf16"
-    text = best_text(effects)
-    assert text.startswith("Fastest: ddp in bf16, 2.00 x (1.94 to 2.06) the throughput")
-    assert [len(row) for row in rows_of(effects)] == [len(COLUMNS)] * 2
 
 
 @pytest.mark.parametrize("chosen", [slice(0, 1), slice(0, 2), slice(0, 3)])
