@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -78,12 +78,10 @@ def model_facts(workload: Workload, sequence_length: int | None = None) -> Model
     file = cache_file("facts", workload, f"4 {sequence_length}")
     if file.exists() and not workload.pretrained:
         return parsed(ModelFacts, file.read_text())
-    apart = (
-        not set(workload.requires) <= LEAVE_CUDA_ALONE
-        and device_type() == "cuda"
-        and not cuda_is_initialized()
-    )
-    facts = _count_apart(workload, sequence_length) if apart else _count(workload, sequence_length)
+    if initialises_cuda(workload):
+        facts = count_apart(model_facts, workload, sequence_length)
+    else:
+        facts = _count(workload, sequence_length)
     keep(file, json.dumps(asdict(facts)))
     return facts
 
@@ -102,19 +100,27 @@ def keep(file: Path, text: str) -> None:
     write_atomically(file, text)
 
 
-def _count_apart(workload: Workload, sequence_length: int | None) -> ModelFacts:
-    facts = call_apart(
-        _count_without_gpus, workload.name, sequence_length, limit=APART_LIMIT_SECONDS
+def initialises_cuda(workload: Workload) -> bool:
+    """Returns whether counting may initialise CUDA here, after which ranks cannot be forked."""
+    libraries = not set(workload.requires) <= LEAVE_CUDA_ALONE
+    return libraries and device_type() == "cuda" and not cuda_is_initialized()
+
+
+def count_apart(count: Callable[..., Counted], workload: Workload, *arguments: object) -> Counted:
+    """Calls `count` in a process that sees no GPU."""
+    answer: Counted | Ended = call_apart(
+        _count_without_gpus, count, workload.name, arguments, limit=APART_LIMIT_SECONDS
     )
-    if isinstance(facts, Ended):
-        raise RuntimeError(f"counting the parameters of {workload.name} failed: {facts.reason}")
-    return facts
+    if isinstance(answer, Ended):
+        raise RuntimeError(f"counting in {workload.name} failed: {answer.reason}")
+    return answer
 
 
-def _count_without_gpus(name: str, sequence_length: int | None) -> ModelFacts:
-    """Counts where no GPU is visible, as libraries may initialise CUDA on import."""
+def _count_without_gpus(
+    count: Callable[..., Counted], name: str, arguments: Sequence[object]
+) -> Counted:
     os.environ |= HIDE_GPUS
-    return model_facts(make_workload(name), sequence_length)
+    return count(make_workload(name), *arguments)
 
 
 def _from_smaller(workload: Workload, sequence_length: int | None) -> ModelFacts | None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from harness.workloads.catalog import make_workload
-from harness.workloads.counts import fake_or_real
+from harness.workloads.counts import count_apart, fake_or_real, initialises_cuda
 from harness.workloads.recompute import products, recompute_blocks
 
 if TYPE_CHECKING:
@@ -99,6 +99,8 @@ def activation_bytes(
     counted = _over_blocks(workload, lambda one: activation_bytes(one, *size, precision, *split))
     if counted is not None:
         return counted
+    if initialises_cuda(workload):
+        return count_apart(activation_bytes, workload, *size, precision, *split)
     return observe_training(workload, *size, Held, precision, *split).most()
 
 

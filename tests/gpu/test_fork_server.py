@@ -200,7 +200,8 @@ from harness.workloads.catalog import make_workload
 from harness.workloads.counts import model_facts
 
 assert device_type() == "cuda"
-assert peak_bytes(Cell(strategy="ddp", workload="llama-nano", device="cuda")) > 0
+for name in ("llama-nano", "llama-nano+nf4+lora"):
+    assert peak_bytes(Cell(strategy="ddp", workload=name, device="cuda")) > 0
 assert model_facts(make_workload("llama-nano+nf4+lora"), 64).trained_bytes > 0
 assert calls == [], calls
 """
