@@ -57,7 +57,7 @@ from harness.workloads.counts import model_facts
 
 HOME = Path(__file__).parent / "matrices"
 DEFAULT_TRIALS = 10
-"""Resolves differences of 3 % if trials spread by 1.1 % (tests/unit/test_stats.py)."""
+"""Resolves differences of 3% if trials spread by 1.1% (tests/unit/test_stats.py)."""
 DEFAULT_TIMED_SECONDS = 2.0
 """Long enough to average over short slow spells; about as long as starting a trial."""
 _NO_AXES = ("global_batch", *FILLED_IN)

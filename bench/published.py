@@ -122,7 +122,7 @@ def published_figures(row: PublishedRow) -> Figures:
 
 
 def predicted_figures(row: PublishedRow) -> Figures | None:
-    """Returns the prediction with its 80 % interval; None for model variants."""
+    """Returns the prediction with its 80% interval; None for model variants."""
     import numpy as np
 
     from harness.planner.cluster.calibration import load
@@ -154,7 +154,7 @@ def predicted_figures(row: PublishedRow) -> Figures | None:
 
 
 def measured_figures(row: PublishedRow, cell: CellResult) -> Figures:
-    """Returns a measured cell's figures with 95 % intervals."""
+    """Returns a measured cell's figures with 95% intervals."""
     rate = cell.throughput("tokens_per_second")
     peak = cell.memory.peak_memory_bytes
     if rate is None:

@@ -209,7 +209,7 @@ def _decades(low: float, high: float) -> tuple[Sequence[float], Sequence[str]]:
 
 
 def around(values: Sequence[float]) -> tuple[float, float]:
-    """Returns limits with a margin; for equal values, 10 % around them."""
+    """Returns limits with a margin; for equal values, 10% around them."""
     low, high = min(values), max(values)
     margin = (high - low) * 0.1 or high * 0.1 or 1.0
     return low - margin, high + margin

@@ -212,7 +212,7 @@ class CellDetail:
             low, high = speed.samples_per_second_low, speed.samples_per_second_high
             interval = "1 trial: no interval"
             if low is not None:
-                interval = f"95 % interval {number(low)} to {number(high)}"
+                interval = f"95% interval {number(low)} to {number(high)}"
             rate = speed.tokens_per_second
             tokens = "" if rate is None else f", {number(rate)} tokens/s"
             yield ui.Paragraph(

@@ -252,8 +252,8 @@ def systems_blocks(report: RunReport) -> ui.Blocks:
     columns = ui.heads(
         "Status: word",
         "Cells (ok / all)",
-        "Best throughput (± 95 % interval): prose",
-        "Over baseline (95 % interval)",
+        "Best throughput (± 95% interval): prose",
+        "Over baseline (95% interval)",
         "Parity: prose",
     )
     rows = [_system_row(system, report) for system in systems_]

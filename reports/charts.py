@@ -38,7 +38,7 @@ _THEME = {
 _THEME |= {colour: f"series-{i}" for i, colour in enumerate(SERIES)}
 
 WIDTH = 360
-"""Chart width in pixels of the page at 100 %."""
+"""Chart width in pixels of the page at 100%."""
 FEW = 8
 """Charts drawn in the time that starting a process takes."""
 

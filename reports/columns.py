@@ -101,7 +101,7 @@ def interval(cell: CellResult, column: str, with_unit: bool = False) -> ui.Td:
 
 
 def with_interval(field: str) -> Callable[[CellResult], ui.Td]:
-    """Returns a formatter of fractions: `85 % (80 to 91)`."""
+    """Returns a formatter of fractions: `85% (80 to 91)`."""
 
     def make(cell: CellResult) -> ui.Td:
         value, low, high = (cell.column(f"{field}{end}") for end in ("", "_low", "_high"))
@@ -118,13 +118,13 @@ def baseline_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResul
     labels = {cell.cell.label for cell in cells if cell.relative.baseline == cell.cell_id}
     if not labels:
         return []
-    tip = f"throughput over that of {listed(sorted(labels))} in the same setting, 95 % interval of"
+    tip = f"throughput over that of {listed(sorted(labels))} in the same setting, 95% interval of"
     tip += " this pair alone; the verdict's holds for all pairs together"
-    return [ReportColumn("Over baseline", over_baseline, "95 %", tip)]
+    return [ReportColumn("Over baseline", over_baseline, "95%", tip)]
 
 
 def over_baseline(cell: CellResult) -> ui.Td:
-    """Returns the gain as `+8.6 % (+7.2 to +10.0)`."""
+    """Returns the gain as `+8.6% (+7.2 to +10.0)`."""
     gain = cell.relative
     if gain.baseline == cell.cell_id:
         return numeral("baseline", "over_baseline", gain.over_baseline)
@@ -137,9 +137,7 @@ def gained(ratio: float | None, lowest: float | None, highest: float | None) -> 
     share = ui.Span(signed(value), field="over_baseline", value=exact(ratio))
     if low is None or high is None:
         return ui.Td(share)
-    return ui.Td(
-        [share, f" ({signed(low).removesuffix(' %')} to {signed(high).removesuffix(' %')})"]
-    )
+    return ui.Td([share, f" ({signed(low).removesuffix('%')} to {signed(high).removesuffix('%')})"])
 
 
 def device_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
@@ -156,7 +154,7 @@ def throughput_column(cells: Sequence[CellResult]) -> ReportColumn[CellResult]:
         "Throughput",
         lambda cell: interval(cell, same or throughput_of(cell), with_unit=not same),
         unit(same) if same else "",
-        "with its 95 % interval over trials",
+        "with its 95% interval over trials",
     )
 
 

@@ -109,7 +109,7 @@ def effect_bars(effects: Effects, name: str) -> list[Bars]:
     measured = [effect for effect in effects.effects if effect.together_memory is not None]
     measured.sort(key=memory)
     axes = (
-        "throughput with it over without, 95 % interval",
+        "throughput with it over without, 95% interval",
         "peak memory with it over without",
     )
     return [
@@ -298,7 +298,7 @@ def _share(cell: CellResult) -> ui.Td:
     share = trained_share(cell)
     if share is None:
         return numeral(DASH, "trained_share", None)
-    text = percent(share) if share >= 0.1 else f"{number(share * 100, 2)} %"
+    text = percent(share) if share >= 0.1 else f"{number(share * 100, 2)}%"
     return numeral(text, "trained_share", share)
 
 
@@ -323,5 +323,5 @@ def variants_blocks(report: RunReport) -> ui.Blocks:
 def variants_line(report: RunReport) -> str:
     cells = [cell for rows in variants(report.cells) for cell in rows]
     shares = [share for cell in cells if (share := trained_share(cell))]
-    least = f"; the smallest trains {100 * min(shares):.2g} % of the parameters" if shares else ""
+    least = f"; the smallest trains {100 * min(shares):.2g}% of the parameters" if shares else ""
     return report.unless_most(cells, f"{plural(len(cells), 'variant')} compared{least}")

@@ -1,4 +1,4 @@
-"""Charts of curves and points. Widths and heights are in pixels of the page at 100 %."""
+"""Charts of curves and points. Widths and heights are in pixels of the page at 100%."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class Predicted:
             axes.set_ylim(0)
         counts = sorted({n for line in lines for n in line.x})
         _axis_of_devices(axes, counts if len(counts) <= 8 else counts[::2])
-        _title(axes, f"{self.unit}; dashed: predicted, bands: 80 % intervals", 62)
+        _title(axes, f"{self.unit}; dashed: predicted, bands: 80% intervals", 62)
         _legend(figure, handles, [line.label for line in lines])
         return figure
 

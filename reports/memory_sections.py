@@ -197,7 +197,7 @@ def imbalance(cell: CellResult) -> float:
 
 
 def rank_bars(report: RunReport) -> list[Bars]:
-    """Returns ranks' peaks in % of the cell's mean."""
+    """Returns ranks' peaks in percent of the cell's mean."""
     rows = _uneven(report)
     if not rows:
         return []
@@ -216,8 +216,8 @@ def rank_bars(report: RunReport) -> list[Bars]:
             "peak of each rank (% of the mean of the cell’s ranks)",
             rows,
             bar,
-            "Peak memory of each rank in % of the mean of its cell, and in words the largest over"
-            " the mean and the largest",
+            "Peak memory of each rank in percent of the mean of its cell, and in words the largest"
+            " over the mean and the largest",
             ("right: largest over mean, largest",),
             MOST_UNEVEN,
         )

@@ -163,7 +163,7 @@ def control_in_words(adjustment: Adjustment) -> str:
             " measured"
         )
     before, after = (
-        f"{spread * 100:.1f} %" for spread in (adjustment.spread_before, adjustment.spread_after)
+        f"{spread * 100:.1f}%" for spread in (adjustment.spread_before, adjustment.spread_after)
     )
     return plain_text(prose("method control", before=before, after=after))
 
@@ -201,7 +201,7 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
     sent = any(cell.traffic.sent_bytes_per_step is not None for cell in cells)
     ties = (
         "cells that may be the fastest of their setting are marked ≈ (multiple comparisons with"
-        f" the best, Hsu 1981, 95 % together). Pairs: {ESTIMATES_COMPARED}"
+        f" the best, Hsu 1981, 95% together). Pairs: {ESTIMATES_COMPARED}"
     )
     rows: list[tuple[str, ui.Words]] = [
         ("Throughput", prose("method throughput")),

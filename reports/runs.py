@@ -199,7 +199,7 @@ def figure_unit(series: Series) -> tuple[str, float]:
 
 
 def change_words(series: Series, change: float) -> str:
-    """Returns `▼ 10.0 % slower`."""
+    """Returns `▼ 10.0% slower`."""
     directions = ("more", "less") if series.figure == "memory" else ("faster", "slower")
     arrow = "▲" if change > 0 else "▼"
     return f"{arrow} {signed(abs(change)).lstrip('+')} {directions[change < 0]}"
@@ -334,7 +334,7 @@ def _table(lines: Sequence[ComparedCell], confidence: float) -> ui.Table:
         "A samples/s",
         "B samples/s",
         "B / A",
-        f"{confidence * 100:.4g} % interval",
+        f"{confidence * 100:.4g}% interval",
         "verdict: word",
         "peak memory, A to B",
     )

@@ -238,10 +238,10 @@ _COLUMNS: tuple[ReportColumn[CellResult], ...] = (
     ReportColumn(
         "Throughput",
         lambda cell: interval(cell, throughput_of(cell), with_unit=True),
-        "95 % interval",
+        "95% interval",
         "of this machine; compare within a run",
     ),
-    ReportColumn("Over baseline", over_baseline, "95 % interval", "in the same run and setting"),
+    ReportColumn("Over baseline", over_baseline, "95% interval", "in the same run and setting"),
     mebibytes("Peak memory", "peak_memory_bytes", "fullest device, largest of the trials"),
     ReportColumn("Parity", parity_td, "or status", "whether it trained the same as the reference"),
 )

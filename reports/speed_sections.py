@@ -47,7 +47,7 @@ def throughput_bars(
     labels: Mapping[str, str] | None = None,
     cells: Sequence[RankedCell] = (),
 ) -> Bars:
-    """Charts throughput with 95 % intervals; bars of advised or tied cells are strong.
+    """Charts throughput with 95% intervals; bars of advised or tied cells are strong.
 
     `labels`: by cell id. `cells`: by default all, fastest first.
     """
@@ -75,7 +75,7 @@ def throughput_bars(
     return bars_of(
         name,
         group.title,
-        f"throughput ({group.unit}), 95 % interval",
+        f"throughput ({group.unit}), 95% interval",
         cells_shown,
         bar,
         f"Throughput of {plural(len(group.rows), 'cell')} in {group.unit}, {group.title}, fastest"
@@ -198,7 +198,7 @@ def _ranked_table(group: RankedGroup) -> ui.Table:
     columns: list[ReportColumn[CellResult]] = [
         ReportColumn("strategy", lambda cell: words(named(cell))),
         figure("throughput", group.throughput, unit=group.unit),
-        ReportColumn("95 % interval", interval),
+        ReportColumn("95% interval", interval),
         milliseconds("step p50", "step_seconds_p50"),
         mebibytes("peak memory", "peak_memory_bytes"),
         word("parity", "parity_verdict"),
@@ -364,7 +364,7 @@ def batch_column() -> ReportColumn[CellResult]:
     return ReportColumn("Batch", make, "samples", "global batch")
 
 
-_ON_ONE = "on one device, 95 % interval"
+_ON_ONE = "on one device, 95% interval"
 EFFICIENCY: Numbers[RunReport] = Numbers(
     "efficiency",
     "Scaling efficiency",

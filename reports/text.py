@@ -40,14 +40,14 @@ def scaled(value: float | None, factor: float, digits: int = 3) -> str:
 
 
 def percent(value: float | None) -> str:
-    """Formats a fraction as `85 %`."""
-    return DASH if (number := finite(value)) is None else f"{number * 100:.0f} %"
+    """Formats a fraction as `85%`."""
+    return DASH if (number := finite(value)) is None else f"{number * 100:.0f}%"
 
 
 def signed(value: float | None) -> str:
-    """Formats a relative difference as `+1.2 %`."""
+    """Formats a relative difference as `+1.2%`."""
     number = finite(value)
-    return DASH if number is None else f"{round(number * 100, 1) + 0.0:+.1f} %".replace("-", "−")
+    return DASH if number is None else f"{round(number * 100, 1) + 0.0:+.1f}%".replace("-", "−")
 
 
 def size(value: float | None) -> str:

@@ -157,7 +157,7 @@ PARTS_TABLE: Numbers[RunReport] = Numbers(
             "Step", "profiled_ms", lambda p: p.profiled_step, "profiled, slowest rank"
         ),
         _in_milliseconds("Plain step", "plain_ms", lambda p: p.plain_step, "without the profiler"),
-        figure("Straggler", "straggler", _rank, "rank", "slower than the others by more than 15 %"),
+        figure("Straggler", "straggler", _rank, "rank", "slower than the others by more than 15%"),
         mebibytes(
             "Must send", "logical_bytes", "by theory, for the collectives it calls", "MiB per rank"
         ),
@@ -364,7 +364,7 @@ def bubble_theory(stages: int, micro_batches: int) -> float:
 
 
 def bubble_bars(report: RunReport) -> list[Bars]:
-    """Charts measured and theoretical bubbles in %, smallest first."""
+    """Charts measured and theoretical bubbles in percent, smallest first."""
     measured = [
         (cell.times.bubble_fraction, bubble_theory(stages, cell.cell.micro_batches), cell)
         for cell in report.cells
@@ -397,7 +397,7 @@ def bubble_bars(report: RunReport) -> list[Bars]:
 def bubble_line(report: RunReport) -> str:
     waiting = [cell for cell in report.cells if cell.times.bubble_fraction is not None]
     ends = _range([100 * (cell.times.bubble_fraction or 0.0) for cell in waiting])
-    return report.unless_most(waiting, f"{ends} % of a stage's time is spent waiting")
+    return report.unless_most(waiting, f"{ends}% of a stage's time is spent waiting")
 
 
 def _range(values: Sequence[float]) -> str:

@@ -57,12 +57,12 @@ def frugal(group: RankedGroup) -> RankedCell | None:
 
 
 def rate_text(group: RankedGroup, cell: RankedCell) -> str:
-    """Returns `3,200 tokens/s, 95 % interval 3,100 to 3,300, 3 trials`."""
+    """Returns `3,200 tokens/s, 95% interval 3,100 to 3,300, 3 trials`."""
     rate = group.rate(cell)
     interval = "1 trial: no interval"
     if rate.low is not None:
         trials = plural(cell.trials, "trial")
-        interval = f"95 % interval {number(rate.low)} to {number(rate.high)}, {trials}"
+        interval = f"95% interval {number(rate.low)} to {number(rate.high)}, {trials}"
     return f"{number(rate.value)} {group.unit}, {interval}"
 
 
@@ -244,8 +244,8 @@ def settings_blocks(report: RunReport) -> ui.Blocks:
         return []
     columns = ui.heads(
         "Use: prose",
-        "Throughput (95 % interval)",
-        "Over baseline (95 % interval)",
+        "Throughput (95% interval)",
+        "Over baseline (95% interval)",
         "Least memory: prose",
     )
     label = "Advice by workload and setting"

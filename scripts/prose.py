@@ -29,7 +29,7 @@ WORDS = {
     r"\bmend(?:s|ed|ing)?\b": "fix",
     r"\bfalsif(?:y|ies|ied|ying)\b": "skew results",
     r"\b(?:say|tell|know)s? nothing of\b": "says nothing about; tells you nothing about",
-    r"\bas makes no matter\b": "within 2 %",
+    r"\bas makes no matter\b": "within 2%",
     r"\bso (?:many|long|wide|precise)\b(?!.*\bthat\b)": "the number itself; this long",
     r"\bhow far (?:is|it is|a run is)\b": "how far along",
     r"\bfiles? (?:is|are) whole\b|\bare (?:its|the) files whole\b": "intact",

@@ -39,7 +39,7 @@ FALSE_ALARM_RATE = 0.002
 """Upper bound on the probability that two equal sides differ in any cell's verdicts."""
 METHOD = (
     "geometric mean of the ratios within rounds, with Student's paired t interval of their"
-    f" logarithms. With {100 * (1 - FALSE_ALARM_RATE):g} % confidence all intervals hold at once"
+    f" logarithms. With {100 * (1 - FALSE_ALARM_RATE):g}% confidence all intervals hold at once"
     " (Bonferroni); a difference counts if its interval excludes 1 and it is large enough"
 )
 READY, GO, ENDED = "ready\n", "go\n", "ended\n"

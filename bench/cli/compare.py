@@ -245,7 +245,7 @@ def _runs(out: Console, series: Series) -> None:
         f"{escape(series.cell_name)}: {series.figure} from {_value_text(series, low)} to"
         f" {_value_text(series, high)}"
     )
-    table = terminal.table(None, "date", "run", series.figure, "95 %", "trials", left=("run",))
+    table = terminal.table(None, "date", "run", series.figure, "95%", "trials", left=("run",))
     table.add_column("smallest to largest", no_wrap=True)
     table.add_column("change from here on")
     for point in series.points:

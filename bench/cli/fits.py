@@ -112,7 +112,7 @@ def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
     if result.verdict != "no":
         lines.append(
             f"speed: about {result.tokens_per_second:,.0f} tokens/s in total (sequences of"
-            f" {recipe.sequence}, micro-batch {recipe.micro_batch}); 80 % interval:"
+            f" {recipe.sequence}, micro-batch {recipe.micro_batch}); 80% interval:"
             f" {result.tokens_low:,.0f} to {result.tokens_high:,.0f}"
         )
     if result.anchor:

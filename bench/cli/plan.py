@@ -250,7 +250,7 @@ def _table(answer: ClusterPlan) -> Table:
         f"{question.shape.name} on {question.devices} x {question.cluster.device},"
         f" {question.global_batch} sequences of {question.sequence_length} tokens a step,"
         f" {question.precision};"
-        " predictions with their 80 % intervals"
+        " predictions with their 80% intervals"
     )
     table = terminal.table(title, "layout", "step (s)", "tokens/s", "memory (GB)", "fits")
     table.columns[0].min_width = 24

@@ -187,7 +187,7 @@ def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
     nodes = ["nodes"] if any(cell.cell.nodes > 1 for cell in cells) else []
     ranked = table(
         f"{workload}: ranked by throughput (~ tied with the one above)",
-        *("", "strategy", "devices", *nodes, "precision", "samples/s", "95 %"),
+        *("", "strategy", "devices", *nodes, "precision", "samples/s", "95%"),
         *("peak MiB/rank", "parity", "loss deviation"),
         left=("strategy", "precision", "parity"),
     )

@@ -403,7 +403,7 @@ def fit(
 
 @dataclass(frozen=True)
 class TransferWidths:
-    """Half-widths of log 80 % intervals; see ClusterSpread."""
+    """Half-widths of log 80% intervals; see ClusterSpread."""
 
     time: float
     time_per_doubling: float

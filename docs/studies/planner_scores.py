@@ -94,7 +94,7 @@ class ClusterScores:
 
 @dataclass(frozen=True)
 class PartErrors:
-    """Median errors and coverage of 80 % intervals, as shares; NaN without measurements."""
+    """Median errors and coverage of 80% intervals, as shares; NaN without measurements."""
 
     part: str
     rows: int
@@ -350,7 +350,7 @@ def main(
         return
     print(pd.DataFrame(document["scores"]).round(4).to_string())
     for name, rows in document["errors"].items():
-        print(f"\n{name}: median errors, and shares of rows in 80 % intervals")
+        print(f"\n{name}: median errors, and shares of rows in 80% intervals")
         print(pd.DataFrame(rows).set_index("part").round(3).to_string())
     print("\nnoise of a row, from pairs that differ only in ZeRO stage:")
     print(pd.Series(document["noise"]).round(4).to_string())

@@ -171,7 +171,7 @@ def situations(design: Design) -> dict[str, dict[str, float]]:
     close |= {cell: -0.03 * place / 11 for place, cell in enumerate(ranked[:12])}
     return {
         "a clear winner": clear,
-        "12 cells within 3 %": close,
+        "12 cells within 3%": close,
         "all equal": dict.fromkeys(design.levels, 0.0),
     }
 

@@ -39,13 +39,13 @@ class Answer:
     advice: tuple[Advice, ...]
     compared: int
     may_be_fastest: tuple[CellResult, ...]
-    """Cells of the same training that may be the fastest (95 % joint confidence)."""
+    """Cells of the same training that may be the fastest (95% joint confidence)."""
     baseline: CellResult | None
     """Usual choice, recommended unless another is known to beat it."""
     gain: Comparison | None = None
     """Recommended cell's throughput over the baseline's, with a joint interval over candidates."""
     better: tuple[CellResult, ...] = ()
-    """Cells known to beat the baseline (95 % joint confidence)."""
+    """Cells known to beat the baseline (95% joint confidence)."""
     reason: str = ""
     """Likely reason for the gain."""
 
@@ -65,7 +65,7 @@ class Answer:
         starts = {cell.placement.launched_by for cell in (use, self.baseline) if cell}
         if use.cell.device == "cpu" and len(starts) > 1:
             caveats.append(
-                "the two cells launch ranks differently, which alone changes CPU times by up to 2 %"
+                "the two cells launch ranks differently, which alone changes CPU times by up to 2%"
             )
         if use.parity.verdict != "exact" and not use.parity.fp32_twin:
             caveats.append(
@@ -196,7 +196,7 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
         count += len(group)
     if not more:
         return ""
-    minutes, percent = f"{seconds / 60:.0f} min", f"{EQUAL * 100:.0f} %"
+    minutes, percent = f"{seconds / 60:.0f} min", f"{EQUAL * 100:.0f}%"
     return (
         f"{count} cells may be the fastest, or are the baseline of such cells: up to {more} more"
         f" trials of each ({minutes}) would resolve differences of {percent}"
@@ -327,16 +327,16 @@ def _longest(profile: ProfileRecord, name: str) -> float | None:
 
 
 def change(comparison: Comparison) -> str:
-    """Formats as `12.0 % faster (95 % interval: 8.0 to 16.1 %)`."""
+    """Formats as `12.0% faster (95% interval: 8.0 to 16.1%)`."""
     ratio = comparison.ratio - 1
-    text = f"{abs(ratio):.1%} {'faster' if ratio >= 0 else 'slower'}".replace("%", " %")
+    text = f"{abs(ratio):.1%} {'faster' if ratio >= 0 else 'slower'}"
     if comparison.low is None or comparison.high is None:
         return f"{text} (too few trials for an interval)"
     ends = (comparison.low - 1, comparison.high - 1)
     if ratio < 0:
         ends = (-ends[1], -ends[0])
     low, high = (f"{end * 100:.1f}".replace("-", "−") for end in ends)
-    return f"{text} (95 % interval: {low} to {high} %)"
+    return f"{text} (95% interval: {low} to {high}%)"
 
 
 def named(cells: Sequence[CellResult]) -> str:
@@ -376,7 +376,7 @@ def _as_good(cell: CellResult, ties: Sequence[CellResult]) -> str:
     rest = [tie for tie in others if tie not in equal]
     parts = []
     if equal:
-        parts.append(f"equal to it within {EQUAL * 100:.0f} %: {named(equal)}")
+        parts.append(f"equal to it within {EQUAL * 100:.0f}%: {named(equal)}")
     if rest:
         parts.append(f"may be as fast: {named(rest)}")
     return "; ".join(parts)
@@ -423,8 +423,8 @@ def _memory(cell: CellResult, fastest: CellResult) -> str:
     less = 1 - peak / fastest.memory.peak_memory_bytes
     other = "" if cell.parity.same_training else ", and it does not train exactly the same"
     return (
-        f"{text}, {less * 100:.0f} % less than {fastest.cell.label}, at"
-        f" {_ratio(cell, fastest) * 100:.0f} % of its throughput{other}"
+        f"{text}, {less * 100:.0f}% less than {fastest.cell.label}, at"
+        f" {_ratio(cell, fastest) * 100:.0f}% of its throughput{other}"
     )
 
 

@@ -68,7 +68,7 @@ class Work:
 @dataclass(frozen=True)
 class Speed:
     """Throughput: geometric mean over trials, adjusted by any control. `_low` and `_high` are its
-    95 % interval."""
+    95% interval."""
 
     samples_per_second: float | None = None
     samples_per_second_low: float | None = None
@@ -88,7 +88,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Relative:
-    """Ratios of throughput; `_low` and `_high` are 95 % intervals, or None."""
+    """Ratios of throughput; `_low` and `_high` are 95% intervals, or None."""
 
     baseline: str = ""
     """Cell id of the baseline, or empty."""
@@ -347,11 +347,11 @@ def causes_of(trial: TrialRecord) -> tuple[Cause, ...]:
 
 
 def disturbance_in_words(trial: TrialRecord, causes: Collection[Cause]) -> str:
-    """Formats as `trial 2: 1.30 cores used by others, 40 % idle before`."""
+    """Formats as `trial 2: 1.30 cores used by others, 40% idle before`."""
     seen = [finding.words for finding in gpus_of(trial).findings()]
     if "busy" in causes:
         if trial.foreign_load_cores is not None:
             seen.append(f"{trial.foreign_load_cores:.2f} cores used by others")
         idle = ((trial.idle_before, "before"), (trial.idle_after, "after"))
-        seen += [f"{share * 100:.0f} % idle {when}" for share, when in idle if share is not None]
+        seen += [f"{share * 100:.0f}% idle {when}" for share, when in idle if share is not None]
     return f"trial {trial.trial}: {', '.join(seen)}"

@@ -130,14 +130,14 @@ RUNS_METHOD = (
     "geometric mean of B's throughputs over that of A's. Each trial (independent launch) counts"
     " once; if both runs have a control, its throughput is multiplied by the control's time. The"
     " interval is Welch's t of the logarithms (Biometrika 34, 1947),"
-    f" {PAIR_CONFIDENCE * 100:g} %. It allows for steps that follow the machine's speed"
-    f" {CONTROL_MISMATCH * 100:g} % more or less than the control does. If the torch versions"
+    f" {PAIR_CONFIDENCE * 100:g}%. It allows for steps that follow the machine's speed"
+    f" {CONTROL_MISMATCH * 100:g}% more or less than the control does. If the torch versions"
     " differ, the interval covers the ratio with and without the control"
 )
 MEMORY_METHOD = (
     "ratio of the geometric means over trials of the fullest rank's peak, if both sides measured it"
     " in the same way. The interval is Welch's t of the logarithms (Biometrika 34, 1947),"
-    f" {PAIR_CONFIDENCE * 100:g} %"
+    f" {PAIR_CONFIDENCE * 100:g}%"
 )
 
 
@@ -186,7 +186,7 @@ class RunComparison:
             "Test": self.test,
             "Peak memory": MEMORY_METHOD,
             "Smallest effect that counts": (
-                f"{SMALLEST_EFFECT * 100:g} % in throughput, {MEMORY_EFFECT * 100:g} % and"
+                f"{SMALLEST_EFFECT * 100:g}% in throughput, {MEMORY_EFFECT * 100:g}% and"
                 f" {MEMORY_EFFECT_BYTES // 2**20} MiB in peak memory"
             ),
             "False alarms": (

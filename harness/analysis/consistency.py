@@ -330,7 +330,7 @@ class ControlLevel:
     """Control time over neighbouring trials' median."""
     low: float
     high: float
-    """95 % interval of the ratio."""
+    """95% interval of the ratio."""
     trials: int
 
 

@@ -81,7 +81,7 @@ LEAST_DEGREES, MOST_DEGREES = 1.0, 1000.0
 STEEPEST = 2.0
 WARMUP_STEPS: int = Cell.model_fields["warmup_steps"].default
 ALLOWANCE = 0.006
-"""Standard deviation of a cell's log effect on its control: the 95 % upper bound from 20 trials of
+"""Standard deviation of a cell's log effect on its control: the 95% upper bound from 20 trials of
 twelve cells with four launchers (docs/studies/overhead.md)."""
 
 

@@ -24,11 +24,11 @@ FALSE_ALARM_RATE = 0.01
 MIN_RUNS = 3
 METHOD = (
     "change points by binary segmentation. A series is cut where the standardised rank sum"
-    f" (Mann-Whitney) is largest, if fewer than {FALSE_ALARM_RATE / 2 * 100:g} % of shuffled"
+    f" (Mann-Whitney) is largest, if fewer than {FALSE_ALARM_RATE / 2 * 100:g}% of shuffled"
     " series reach that value (a permutation test like Pettitt's, Applied Statistics 28, 1979)."
     " Otherwise, it is cut around the inner stretch that differs most from the rest, tested in the"
     " same way (circular binary segmentation, Olshen and others, Biostatistics 5, 2004). At most"
-    f" {FALSE_ALARM_RATE * 100:g} % of series without a change are marked, whatever the"
+    f" {FALSE_ALARM_RATE * 100:g}% of series without a change are marked, whatever the"
     f" distribution of their noise. Fewer than {MIN_RUNS} runs in a row do not count as a change"
 )
 _SHUFFLES = 1999
@@ -250,8 +250,8 @@ def _by_round(cell: MeasuredCell, figure: Figure) -> Mapping[int, float]:
 
 def method(figure: Figure) -> dict[str, str]:
     return {
-        "Value": "median over a run's trials, with a 95 % interval",
+        "Value": "median over a run's trials, with a 95% interval",
         "Test": METHOD,
-        "Smallest effect that counts": f"{SMALLEST_EFFECTS[figure] * 100:g} % of the level before",
-        "False alarms": f"at most {FALSE_ALARM_RATE * 100:g} % of cells without a change",
+        "Smallest effect that counts": f"{SMALLEST_EFFECTS[figure] * 100:g}% of the level before",
+        "False alarms": f"at most {FALSE_ALARM_RATE * 100:g}% of cells without a change",
     }

@@ -101,7 +101,7 @@ class MaxsizeResult:
 
     @property
     def responsible(self) -> list[tuple[str, float]]:
-        """Names and bytes of memory beyond ZeRO's model states, largest first, from 1 % of the
+        """Names and bytes of memory beyond ZeRO's model states, largest first, from 1% of the
         budget."""
         if self.holding is None:
             return []

@@ -30,7 +30,7 @@ GAIN_ERROR = 0.005
 """Standard error of the fastest cell's gain at which its race may end (see
 docs/studies/statistical-power.md)."""
 LEAST_FACTOR = 1.64
-"""Lower bound on the critical values of one-sided bounds with 95 % confidence."""
+"""Lower bound on the critical values of one-sided bounds with 95% confidence."""
 MOST_IN_HEAT = 4
 
 

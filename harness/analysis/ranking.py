@@ -1,6 +1,6 @@
 """Compares cells by throughput, in pairs or across a setting.
 
-Statements about a setting hold jointly, with 95 % confidence: multiple comparisons with the best
+Statements about a setting hold jointly, with 95% confidence: multiple comparisons with the best
 (Hsu, Annals of Statistics 9, 1981), and two-sided gains over the baseline (Dunnett, Journal of the
 American Statistical Association 50, 1955).
 
@@ -210,7 +210,7 @@ def tied_with_previous(ranking: Sequence[CellResult]) -> list[bool]:
 
 @dataclass(frozen=True)
 class Precision:
-    """Relative half widths of the 95 % intervals of throughput over the baseline's."""
+    """Relative half widths of the 95% intervals of throughput over the baseline's."""
 
     cells: int
     median: float
@@ -218,9 +218,9 @@ class Precision:
 
     @property
     def sentence(self) -> str:
-        median, nine_in_ten = (f"±{x * 100:.1f} %" for x in (self.median, self.nine_in_ten))
+        median, nine_in_ten = (f"±{x * 100:.1f}%" for x in (self.median, self.nine_in_ten))
         return (
-            f"throughput relative to the baseline is known to {median} (95 % interval, median of"
+            f"throughput relative to the baseline is known to {median} (95% interval, median of"
             f" {plural(self.cells, 'cell')}; nine in ten: {nine_in_ten})"
         )
 

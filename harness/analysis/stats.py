@@ -14,12 +14,12 @@ CONTROL_MISMATCH = 0.15
 """Standard deviation of the exponent with which step times follow the control's time."""
 OUTLIER = 0.04
 """Additional standard deviation of a trial's log throughput between runs, for outliers: one trial
-in 200 of the reference run is 13 % off, twice as far as normal values."""
+in 200 of the reference run is 13% off, twice as far as normal values."""
 EQUAL = 0.02
-"""Cells tie if their ratio's 95 % interval is within this of 1."""
+"""Cells tie if their ratio's 95% interval is within this of 1."""
 SMALLEST_EFFECT = 0.005
 ESTIMATE_METHOD = (
-    "geometric mean over trials, with a 95 % interval. A trial is an independent launch and"
+    "geometric mean over trials, with a 95% interval. A trial is an independent launch and"
     " counts once: by the mean of its timed steps if a control ran, else by their median. The"
     " interval is Student's t on the logarithms, with variances moderated over all cells of the"
     " run (Smyth, Statistical Applications in Genetics and Molecular Biology 3, 2004). Trials that"
@@ -27,9 +27,9 @@ ESTIMATE_METHOD = (
 )
 ESTIMATES_COMPARED = (
     "ratio of the geometric means over trials with Student's t interval of their logarithms,"
-    f" {100 * PAIR_CONFIDENCE:g} %, with spreads that are moderated over all cells of the run and"
+    f" {100 * PAIR_CONFIDENCE:g}%, with spreads that are moderated over all cells of the run and"
     " an allowance for a strategy's effect on its control; a cell counts as faster or slower if the"
-    " interval excludes 1 and the ratio differs from 1 by at least 0.5 %; at most one in 200"
+    " interval excludes 1 and the ratio differs from 1 by at least 0.5%; at most one in 200"
     " comparisons of equal cells should be a false alarm"
 )
 SpeedVerdict = Literal["faster", "slower", "no difference seen"]
@@ -37,7 +37,7 @@ SpeedVerdict = Literal["faster", "slower", "no difference seen"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean or median over trials with its 95 % interval (None below two trials)."""
+    """Mean or median over trials with its 95% interval (None below two trials)."""
 
     value: float
     low: float | None
@@ -185,7 +185,7 @@ def between_runs(
 def median_error(trials: int) -> float:
     """Returns the standard error of the median over that of the mean, for normal values.
 
-    Within 1 % of Hojo's values (Biometrika 23, 1931, pages 315 to 360).
+    Within 1% of Hojo's values (Biometrika 23, 1931, pages 315 to 360).
     """
     if trials <= 2:
         return 1.0
@@ -202,7 +202,7 @@ def students_t(confidence: float, degrees: float) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the median with its 95 % interval (None for one value): Student's t times a normal
+    """Returns the median with its 95% interval (None for one value): Student's t times a normal
     median's standard error (Hojo, Biometrika 23, 1931)."""
     median, count = statistics.median(values), len(values)
     if count < 2:

@@ -352,8 +352,8 @@ class GpuTime:
         shares = self.shares
         first = AT_RATE if AT_RATE in shares else "matmul"
         gap = sorted((name for name in shares if name != first), key=lambda name: -shares[name])
-        told = [f"{shares[n] * 100:.0f} % {PARTS[n]}" for n in gap if shares[n] >= _LEAST_SHARE]
-        start = f"{shares[first] * 100:.0f} % of the step is {PARTS[first]}"
+        told = [f"{shares[n] * 100:.0f}% {PARTS[n]}" for n in gap if shares[n] >= _LEAST_SHARE]
+        start = f"{shares[first] * 100:.0f}% of the step is {PARTS[first]}"
         return f"{start}; the rest: {', '.join(told)}" if told else start
 
 

@@ -97,8 +97,8 @@ class Cell(BaseModel):
     clip_norm: float | None = Field(default=None, gt=0)
     """Global 2-norm that gradients are clipped to; None: no clipping."""
     schedule: Literal["constant", "warmup_cosine"] = "constant"
-    """Learning rate over the parity segment: constant, or linear warm-up and cosine decay to 10
-    %."""
+    """Learning rate over the parity segment: constant, or linear warm-up and cosine decay to
+    10%."""
     decay: Literal["all", "matrices"] = "all"
     """Parameters with weight decay: all, or only those with at least two dimensions."""
     labels: Literal["all", "padded"] = "all"

@@ -69,7 +69,7 @@ class FitAnswer:
     """Throughput of all GPUs together."""
     tokens_low: float
     tokens_high: float
-    """Bounds of its 80 % interval."""
+    """Bounds of its 80% interval."""
     longest_sequence: int
     largest_batch: int
     turn_on: tuple[str, ...]

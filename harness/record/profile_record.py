@@ -69,7 +69,7 @@ class ProfileRecord(Record):
     own_seconds: tuple[float, ...] = ()
     """by rank: step time without communication and bubble"""
     straggler: Int32 | None = None
-    """rank with the longest own_seconds in every profiled step, by more than 15 % over the others'
+    """rank with the longest own_seconds in every profiled step, by more than 15% over the others'
     median"""
     straggler_excess: float | None = None
     """fraction by which its own_seconds exceed that median"""

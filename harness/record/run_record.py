@@ -72,7 +72,7 @@ class ConclusionRecord(Record):
     compared_cells: Int32 = 0
     """verified cells with a core per rank and an interval over a baseline"""
     half_width_median: float | None = None
-    """median relative half width of the 95 % intervals of throughput over the baseline's; null
+    """median relative half width of the 95% intervals of throughput over the baseline's; null
     without intervals"""
     half_width_nine_in_ten: float | None = None
     """90th percentile of these half widths"""

@@ -41,7 +41,7 @@ OVERHEAD = 60 * 2**20
 
 
 def hidden_size(budget: int) -> int:
-    """Returns the largest hidden size, a multiple of 64, whose block takes at most 2.5 % of the
+    """Returns the largest hidden size, a multiple of 64, whose block takes at most 2.5% of the
     budget: 12 hidden^2 parameters of 20 bytes (AdamW's fp32 states, buckets)."""
     return 64 * max(1, int(math.sqrt(0.025 * budget / 20 / 12)) // 64)
 
@@ -89,7 +89,7 @@ def largest(
 
 
 def token_step(workload: str, ranks: int, budget: int) -> int:
-    """Returns a search's token step: about 1 % of the tokens that fill the budget, and a multiple
+    """Returns a search's token step: about 1% of the tokens that fill the budget, and a multiple
     of twice the ranks."""
     few = 2 * ranks
     cell = Cell(strategy=BASELINE, workload=workload, global_batch=1)

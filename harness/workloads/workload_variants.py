@@ -79,7 +79,7 @@ _TOLERANCES = {
     FLOAT8: Tolerance(
         2e-3,
         0.05,
-        "a value halfway between two float8 numbers, which are 6 % apart, rounds to either,"
+        "a value halfway between two float8 numbers, which are 6% apart, rounds to either,"
         " depending on the order of earlier sums",
     ),
 }

@@ -100,7 +100,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not _RATIOS:
         return
     terminalreporter.section(
-        "ratios, measured side by side: median over rounds, 95 % interval, target"
+        "ratios, measured side by side: median over rounds, 95% interval, target"
     )
     width = max(len(name) for name, _, _ in _RATIOS)
     for name, text, wanted in _RATIOS:

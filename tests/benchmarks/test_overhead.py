@@ -51,7 +51,7 @@ def the_same_allocator(launcher: Launcher) -> Iterator[None]:
 
     glibc decides from earlier frees whether to return memory to the kernel. Under FSDP2, a script
     that had freed a 16 MB array before its first step took no page faults. One that had not took
-    300 a step, and its steps took 6 % longer. The suite was 2 % slower than the former and 4 %
+    300 a step, and its steps took 6% longer. The suite was 2% slower than the former and 4%
     faster than the latter.
     """
     with pytest.MonkeyPatch.context() as patch:

@@ -5,8 +5,8 @@ One run has DDP and cells that are as fast, or slower by a known percentage: BEN
 cell that is slower than most.
 
 Another run has pairs of DDP and one such cell, each in its own setting. The answer depends on the
-pair, which gets further launches until it is settled. BENCH_PAIRS pairs (16) differ by 5 %, a third
-as many by 10 %, and a third as many not at all.
+pair, which gets further launches until it is settled. BENCH_PAIRS pairs (16) differ by 5%, a third
+as many by 10%, and a third as many not at all.
 
 The number and length of launches and the rule for further rounds are those of matrix `full`.
 """
@@ -115,10 +115,10 @@ def test_planted_differences(
         for planted in PLANTED:
             those = [(a, b) for (one, a), (other, b) in compared if (one, other) == (0, planted)]
             seen = [differ(a, b) for a, b in those]
-            what = f"{planted} % planted, called different, {len(seen)} comparisons {whose}, share"
+            what = f"{planted}% planted, called different, {len(seen)} comparisons {whose}, share"
             ratio(what, [statistics.fmean(seen)], "at most 0.005" if planted == 0 else "")
         held = [holds(over(a, b, CONFIDENCE), one, other) for (one, a), (other, b) in compared]
-        what = f"intervals of 95 % that hold, {len(held)} comparisons {whose}, share"
+        what = f"intervals of 95% that hold, {len(held)} comparisons {whose}, share"
         ratio(what, [statistics.fmean(held)], "at least 0.94")
 
 
@@ -144,12 +144,12 @@ def test_pairs_on_which_the_answer_depends(
     ]
     for percent, wanted in ((5, "at least 0.90"), (10, "at least 0.98"), (0, "at most 0.005")):
         those = [(a, b) for of, a, b in pairs if of == percent]
-        what = f"{percent} % planted, called different, {len(those)} pairs, share"
+        what = f"{percent}% planted, called different, {len(those)} pairs, share"
         ratio(what, [statistics.fmean(differ(a, b) for a, b in those)], wanted)
         launches = [a.trials + b.trials for a, b in those]
-        ratio(f"{percent} % planted, launches of a pair, mean", [statistics.fmean(launches)], "")
+        ratio(f"{percent}% planted, launches of a pair, mean", [statistics.fmean(launches)], "")
     held = [holds(over(a, b, CONFIDENCE), 0, percent) for percent, a, b in pairs]
-    ratio(f"intervals of 95 % that hold, {len(held)} pairs, share", [statistics.fmean(held)], "")
+    ratio(f"intervals of 95% that hold, {len(held)} pairs, share", [statistics.fmean(held)], "")
 
 
 @pytest.mark.timeout(0)

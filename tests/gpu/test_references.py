@@ -251,7 +251,7 @@ def test_untrained_tensors_are_checked_but_not_stored(tmp_path: Path) -> None:
 
 
 def test_an_error_in_the_size_of_an_update_is_no_missing_decay(tmp_path: Path) -> None:
-    """The update is half of the final weights, and 0.3 % too large; or the weights do not decay."""
+    """The update is half of the final weights, and 0.3% too large; or the weights do not decay."""
     workload, reference = make_workload("llama-nano"), Reference(str(tmp_path))
     initial, model = workload.build(0), workload.build(0)
     before = dict(initial.named_parameters())

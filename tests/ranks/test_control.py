@@ -45,7 +45,7 @@ def test_steps_are_taken_by_time_with_a_control_between_them(run_cells: RunCells
 
 
 def test_memory_and_traffic_are_those_without_a_control(run_cells: RunCells) -> None:
-    # Use a micro model: random heap leftovers are 5 % of a nano model's 3.5 MB.
+    # Use a micro model: random heap leftovers are 5% of a nano model's 3.5 MB.
     micro = cell("ddp", workload="llama-micro")
     (plain,) = TrialRecord.from_frame(run_cells(micro).trials)
     (controlled,) = TrialRecord.from_frame(run_cells(micro, timed_seconds=0.1).trials)

@@ -166,7 +166,7 @@ def test_a_step_takes_its_compute_and_its_bytes_on_the_wire(
 def takes_what_its_bytes_take(trials: pd.DataFrame) -> bool:
     """Returns whether each cell's fastest launch takes as long as its bytes.
 
-    Strategies must rank by bytes on the slowest link, and DDP's step times must be within 15 % on
+    Strategies must rank by bytes on the slowest link, and DDP's step times must be within 15% on
     two links.
     """
     for trial in trials.to_dict("records"):

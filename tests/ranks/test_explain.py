@@ -73,11 +73,11 @@ def test_bytes_are_those_of_theory_and_algorithm_and_all_parts_sum(
 ) -> None:
     """Each kind of collective is tested once on four ranks.
 
-    Logical bytes are within 2 % of the formula. Bytes on the sockets are within 5 % of the
+    Logical bytes are within 2% of the formula. Bytes on the sockets are within 5% of the
     backend's algorithm; DDP's messages have up to 13 MiB.
 
-    Components are within 3 % of each rank's step. If ranks share cores, 15 % are allowed: a rank
-    also waits for its core outside any operation (9 % were seen). The split is within 5 % of the
+    Components are within 3% of each rank's step. If ranks share cores, 15% are allowed: a rank
+    also waits for its core outside any operation (9% were seen). The split is within 5% of the
     peak.
     """
     large = {("ddp", 2): "llama-mini"}

@@ -83,7 +83,7 @@ PEAKS: dict[str, dict[str, Any]] = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", PEAKS)
 def test_the_peak_of_each_rank_follows_the_formula(launcher: Launcher, name: str) -> None:
-    """The fullest rank's tensors at the peak of a step are within 5 % of the formula.
+    """The fullest rank's tensors at the peak of a step are within 5% of the formula.
 
     tests/unit/test_recompute.py covers one process and other kinds of recomputation.
     """
@@ -99,7 +99,7 @@ def test_the_peak_of_each_rank_follows_the_formula(launcher: Launcher, name: str
 def test_gradients_before_their_reduction_are_counted(
     launcher: Launcher, strategy: str, micro_batches: int
 ) -> None:
-    """With few tokens, the fullest rank's peak is within 6 % of the states and transient bytes."""
+    """With few tokens, the fullest rank's peak is within 6% of the states and transient bytes."""
     few = {"workload": "llama-256x4", "sequence_length": 8, "global_batch": 2 * micro_batches}
     one = cell(strategy, micro_batches=micro_batches, **few)
     row = profile_cell(launcher, "run", one)

@@ -36,7 +36,7 @@ def result(rate: float, peak: int, workload: str = "llama-micro", **axes: Any) -
 
 
 def combinations() -> list[CellResult]:
-    """bf16 is twice as fast; recomputation takes 25 % more time in fp32 and 50 % more in bf16."""
+    """bf16 is twice as fast; recomputation takes 25% more time in fp32 and 50% more in bf16."""
     slower = {"fp32": 1.25, "bf16": 1.5}
     return [
         result(

@@ -55,7 +55,7 @@ def test_a_coarse_cell_does_not_widen_the_intervals_of_others() -> None:
 
 
 def test_balanced_intervals_hold_together() -> None:
-    """Coverage is at least 95 %, since each pair uses the fewer degrees of freedom of the two."""
+    """Coverage is at least 95%, since each pair uses the fewer degrees of freedom of the two."""
     chance, runs, held = np.random.default_rng(2), 400, 0
     degrees = [30, *[2] * 10, *[4] * 10, *[30] * 10]
     for _ in range(runs):
@@ -118,7 +118,7 @@ def test_gains_hold_together_for_a_cell_that_was_chosen() -> None:
 
 
 def test_between_runs_the_common_control_takes_out_drift() -> None:
-    """The machine is 10 % slower in the second run, but the cell itself is not."""
+    """The machine is 10% slower in the second run, but the cell itself is not."""
     first = LogEstimate(0.0, 0.005, 20, 10, control=math.log(0.1))
     second = LogEstimate(-0.1, 0.005, 20, 10, control=math.log(0.1) + 0.1)
     assert between_runs(second, first).ratio == pytest.approx(1.0)
@@ -170,7 +170,7 @@ def test_best_is_in_the_set_and_all_distances_hold_together() -> None:
             for bound, own, other in zip(bounds, true, others, strict=True)
             if own < 0 or bound.may_be_best
         )
-    assert best_missed <= 12  # 5 %, plus chance
+    assert best_missed <= 12  # 5%, plus chance
     assert broken <= 15
 
 
@@ -212,7 +212,7 @@ def test_few_cells_are_pooled_and_one_launch_has_no_spread() -> None:
 
 
 def _trials(chance: random.Random, control: float) -> list[Window]:
-    """Three trials on a machine whose speed changes by 15 %, with a control that follows it."""
+    """Three trials on a machine whose speed changes by 15%, with a control that follows it."""
     speeds = [chance.gauss(0, 0.15) for _ in range(3)]
     return [Window(speed + chance.gauss(0, 0.01), control * speed) for speed in speeds]
 
@@ -244,7 +244,7 @@ def _rows(cell: Cell, seconds: Sequence[float], controls: Sequence[float], **mor
 
 @pytest.fixture
 def cells() -> list[CellResult]:
-    """The second round runs at half speed. Cell b is 10 % slower than a, c is inexact and 25 %
+    """The second round runs at half speed. Cell b is 10% slower than a, c is inexact and 25%
     faster, and d is oversubscribed."""
     slow = [1.0, 2.0, 1.0]
     controls = [0.1 * x for x in slow]
@@ -342,12 +342,12 @@ def test_answer_by_hand(cells: list[CellResult]) -> None:
 def test_equality_needs_narrow_intervals(
     cells: list[CellResult], error: float, equal: bool
 ) -> None:
-    """The cells differ by 0.2 %; with wide intervals, being this close may be chance."""
+    """The cells differ by 0.2%; with wide intervals, being this close may be chance."""
     advised = answer(first_and_second(cells, 0.002, error))
     assert advised is not None
     as_good = advised.advice[0].as_good
     assert as_good.endswith(": second")
-    assert ("2 %" in as_good) == equal
+    assert ("2%" in as_good) == equal
 
 
 def test_the_usual_choice_stays_until_something_is_known_to_beat_it(

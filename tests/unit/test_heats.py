@@ -74,7 +74,7 @@ def test_intervals_of_differences_and_levels_hold() -> None:
     ("slower", "least", "most"), [(0.0, 0.0, 1 / 200 * 1.5), (0.03, 0.95, 1.0)]
 )
 def test_three_percent_are_seen_in_ten_heats(slower: float, least: float, most: float) -> None:
-    """The machine's speed varies by a tenth between heats; launches of a cell spread by 1.1 %."""
+    """The machine's speed varies by a tenth between heats; launches of a cell spread by 1.1%."""
     chance = random.Random(4)
     separate = {name: LogEstimate(0.0, SEPARATE, 20, 1) for name in "ab"}
     different = 0

@@ -30,7 +30,7 @@ ALTERNATING = [100.0, 101.0] * 6
 
 
 def noisy(rng: random.Random, runs: int, noise: float, outlying: float = 0.0) -> list[float]:
-    """Simulates throughputs around 100; a share `outlying` of the runs is 40 % slower."""
+    """Simulates throughputs around 100; a share `outlying` of the runs is 40% slower."""
     return [
         100 * math.exp(rng.gauss(0, noise)) * (0.6 if rng.random() < outlying else 1)
         for _ in range(runs)
@@ -78,7 +78,7 @@ def test_equal_runs_have_no_change(value: float) -> None:
 
 @pytest.mark.slow
 def test_series_without_a_change_are_marked_at_most_at_the_stated_rate() -> None:
-    """Simulates 2000 series of several lengths, with 1 and 5 % noise, with and without outliers."""
+    """Simulates 2000 series of several lengths, with 1 and 5% noise, with and without outliers."""
     rng = random.Random(7)
     settings = [
         (runs, noise, outlying)
@@ -155,10 +155,10 @@ def folder(tmp_path: Path) -> Path:
 def test_each_cell_has_a_line_and_a_chosen_one_has_a_line_for_each_run(folder: Path) -> None:
     told = ask(folder).splitlines()
     (ddp,), (fsdp2,) = ([line for line in told if cell.name in line] for cell in (CELL, OTHER))
-    assert "▼ 10.0 % slower since 2026-01-08" in ddp
+    assert "▼ 10.0% slower since 2026-01-08" in ddp
     assert "slower" not in fsdp2
     lines = [line for line in ask(folder, "ddp").splitlines() if "T000000-" in line]
     changed = [False] * 7 + [True] + [False] * 6
-    assert ["▼ 10.0 % slower" in line for line in lines] == changed
+    assert ["▼ 10.0% slower" in line for line in lines] == changed
     points = json.loads(ask(folder, "ddp", "--json"))["cells"][0]["points"]
     assert [point["change"] is not None for point in points] == changed

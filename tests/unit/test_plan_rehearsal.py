@@ -84,7 +84,7 @@ def model_of(case: Case, folder: Path) -> str:
 
 
 def first_exported(question: ClusterQuestion, model: str) -> tuple[ClusterCandidate, Cell]:
-    """Returns the best layout with a cell, without partial recomputation (counted within 8 %)."""
+    """Returns the best layout with a cell, without partial recomputation (counted within 8%)."""
     every = [
         candidate
         for candidate in plan(question, load(), top=1000).candidates

@@ -165,7 +165,7 @@ def test_scores_by_hand() -> None:
     scored = score(runs, CLUSTER, held)
     assert (scored.rows, scored.consistent_rows) == (3, 3)
     assert scored.time_error == pytest.approx(0.1)
-    assert scored.near_error == pytest.approx(0.3)  # median of 10 % and 50 %
+    assert scored.near_error == pytest.approx(0.3)  # median of 10% and 50%
     assert scored.memory_error == pytest.approx(0.1)
     assert scored.pick_loss == 1.0  # the failed one was predicted fastest
     assert scored.top_three_loss == 0.0
@@ -209,7 +209,7 @@ def test_published_runs_are_predicted_from_other_models_and_nodes() -> None:
         assert scored.top_three_loss <= 0.005
         assert scored.failures_foreseen >= 0.93
         assert scored.false_alarms_consistent <= 0.015
-        # More than 1.5 %, because failures in the table contradict each other; see
+        # More than 1.5%, because failures in the table contradict each other; see
         # docs/studies/planner-accuracy.md.
         assert scored.false_alarms <= 0.03
     more_nodes = extrapolate(runs, CLUSTER)

@@ -204,7 +204,7 @@ def test_one_unsuitable_workload_leaves_the_other_cells(tmp_path: Path) -> None:
 
 
 def test_every_kind_of_labels_is_drawn(tmp_path: Path) -> None:
-    """15 % of tokens are masked; a decoder reads shifted labels; a token's class follows its id."""
+    """15% of tokens are masked; a decoder reads shifted labels; a token's class follows its id."""
     masked = prepare_data("stdlib", make_workload(save_config(tmp_path / "m", "roberta")), 32)
     inputs, labels = masked.batch(0, 0, 4, slice(0, 4))
     assert ((labels != -100).sum(1) == 5).all()

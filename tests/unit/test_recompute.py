@@ -154,7 +154,7 @@ def test_a_block_that_is_computed_again_keeps_its_input_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_the_peak_follows_the_formula(recompute: str, tmp_path: Path) -> None:
-    """The formula is within 5 % of a real step's peak; see docs/studies/recompute-memory.md."""
+    """The formula is within 5% of a real step's peak; see docs/studies/recompute-memory.md."""
     cell = Cell(strategy="single", workload="llama-64x4", sequence_length=128, recompute=recompute)
     workload, strategy = make_workload(cell.workload), make_strategy(cell)
     job = Job(cell, workload, strategy.layout(1), torch.device("cpu"), 0, tmp_path)

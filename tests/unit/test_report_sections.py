@@ -191,7 +191,7 @@ def test_variants_next_to_their_model(sharded_results: Results) -> None:
         for title, td in zip(titles, table.rows[1].cells, strict=True)
     }
     columns = ("Trained", "Of all", "Optimizer", "Distance to fp32")
-    assert [texts[column] for column in columns] == ["131,072", "12 %", "1.00", "3.0e-03"]
+    assert [texts[column] for column in columns] == ["131,072", "12%", "1.00", "3.0e-03"]
     assert bars is not None
     assert [bar.label for bar in bars.bars] == ["llama-mini+nf4+lora", "llama-mini"]
 

@@ -111,7 +111,7 @@ def test_deviation_and_shortened() -> None:
     assert (deviation(0.0), deviation(None), deviation(1.25e-7)) == ("0", "—", "1.2e-07")
     assert shortened("a" * 60, 20) == "a" * 12 + "…" + "a" * 7
     signs = [signed(value) for value in (0.0104, -0.5, -1e-9, None)]
-    assert signs == ["+1.0 %", "−50.0 %", "+0.0 %", "—"]
+    assert signs == ["+1.0%", "−50.0%", "+0.0%", "—"]
     sizes = [size(value) for value in (64, 2048, 3.5 * MIB, 2**31, None)]
     assert sizes == ["64 bytes", "2.00 KiB", "3.50 MiB", "2.00 GiB", "—"]
 

@@ -49,7 +49,7 @@ def trials(cell: Cell, speed: float, **changes: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """Two weeks of runs: halfway, ddp gets 10 % slower and fsdp2 needs more memory; on the last
+    """Two weeks of runs: halfway, ddp gets 10% slower and fsdp2 needs more memory; on the last
     day, tensor fails."""
     found = Store(tmp_path_factory.mktemp("nightly") / "results")
     for day in range(DAYS):
@@ -132,10 +132,10 @@ def test_the_newest_is_compared_and_changes_are_marked(view: runs.Runs) -> None:
     present = [section.name for section in SECTIONS if section.name != "disturbed"]
     assert page.headings == present
     assert "1 regression: newly failing 1" in page.text
-    for line in ("1 regression: newly failing 1", "▼ 10.0 % slower since 2026-01-08"):
+    for line in ("1 regression: newly failing 1", "▼ 10.0% slower since 2026-01-08"):
         assert line in runs_text(view).text
-    assert re.search(r"ddp .{0,80}▼ 10\.0 % slower since 2026-01-08", page.text)
-    assert re.search(r"fsdp2 .{0,80}▲ 20\.0 % more since 2026-01-08", page.text)
+    assert re.search(r"ddp .{0,80}▼ 10\.0% slower since 2026-01-08", page.text)
+    assert re.search(r"fsdp2 .{0,80}▲ 20\.0% more since 2026-01-08", page.text)
     charts = [tag for tag, _ in page.tags if tag == "svg"]
     assert len(charts) == 4, "throughput of three cells, memory of the one that changed"
 
@@ -146,7 +146,7 @@ def test_a_chart_has_the_levels_of_its_history(view: runs.Runs) -> None:
     assert data.values == pytest.approx((100.0,) * 7 + (90.0,) * 7)
     levels = [value for level in data.levels for value in level]
     assert levels == pytest.approx([0, 6, 100.0, 7, 13, 90.0])
-    assert data.changes == ((7, "▼ 10.0 % slower"),)
+    assert data.changes == ((7, "▼ 10.0% slower"),)
     (axes,) = data.draw().axes
     assert [
         round(line.get_xdata()[0], 1) for line in axes.lines if line.get_linestyle() == "--"

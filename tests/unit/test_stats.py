@@ -159,8 +159,8 @@ def test_the_median_is_inside_its_interval(values: list[float]) -> None:
 
 
 def busy_for_a_while(rng: np.random.Generator, rounds: int) -> np.ndarray:
-    """Returns throughputs of two cells that spread by 1.1 %, with a neighbour that slows some
-    launches in a row by up to 40 %.
+    """Returns throughputs of two cells that spread by 1.1%, with a neighbour that slows some
+    launches in a row by up to 40%.
     """
     level = rng.normal(1.0, 0.011, 2 * rounds)
     begin, length = rng.integers(0, 2 * rounds), rng.integers(0, rounds)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 USUAL_FACTOR = 1.4
-"""Factor within which unanchored speeds of fine-tunings are assumed to be accurate, as an 80 %
+"""Factor within which unanchored speeds of fine-tunings are assumed to be accurate, as an 80%
 interval."""
 NOISE, NOISE_WEIGHT = 0.08, 4
 """Standard deviation of log times around a GPU's common error, and the number of runs that this
 belief is worth. It is that of 36 published runs on A100 (docs/studies/fine-tuning-fits.md)."""
 NORMAL = 1.2816
-"""Bound of the 80 % interval of a standard normal distribution."""
+"""Bound of the 80% interval of a standard normal distribution."""
 BIAS = math.sqrt((math.log(USUAL_FACTOR) / NORMAL) ** 2 - NOISE**2)
 """Standard deviation of a GPU's common error, which with NOISE gives the interval of
 USUAL_FACTOR."""
@@ -28,7 +28,7 @@ class Anchor:
     factor: float
     """Expected ratio of a measured time to a predicted one."""
     half_width: float
-    """Half-width of the 80 % interval of a further run's log time."""
+    """Half-width of the 80% interval of a further run's log time."""
 
     @property
     def text(self) -> str:

@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 LEVEL = 0.8
-"""Coverage of the 80 % intervals."""
+"""Coverage of the 80% intervals."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class TimeConstants:
         Prior(4.0, spread=1.5, low=1.5, high=12.0, unit="1"),
         "exponent of the smooth maximum of device and processor time: 1 adds them, a large one"
         " takes the longer; a layer has kernels longer and shorter than their launch",
-        "assumed; at equal times 4 gives a time 19 % longer than either",
+        "assumed; at equal times 4 gives a time 19% longer than either",
     )
     pipeline_stall: float = constant(
         Prior(1.0e-3, spread=1.5e-3, low=0.0, high=6e-3, unit="s"),
@@ -231,7 +231,7 @@ class Widening:
 
 @dataclass(frozen=True)
 class ClusterSpread:
-    """Half-widths of log 80 % intervals.
+    """Half-widths of log 80% intervals.
 
     `time` to `memory`, and both widenings, come from runs left out of a fit
     (docs/studies/planner_calibration.py).

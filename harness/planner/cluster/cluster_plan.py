@@ -62,12 +62,12 @@ PART_WORDS = {
 RISKIER = 0.95
 """Share of the winner's probability of fitting below which another's is mentioned."""
 _Bounded: TypeAlias = tuple[float, float, float]
-"""Predicted value and the bounds of its 80 % interval."""
+"""Predicted value and the bounds of its 80% interval."""
 
 
 @dataclass(frozen=True)
 class ClusterCandidate:
-    """A layout and its predictions; `low` and `high` bound 80 % intervals."""
+    """A layout and its predictions; `low` and `high` bound 80% intervals."""
 
     layout: PlannedLayout
     strategy: str

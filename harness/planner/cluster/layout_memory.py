@@ -24,7 +24,7 @@ UNGATED = 0.5
 """Feed-forward tensors of an ungated layer relative to a gated one: two of four."""
 GIGA = 1e9
 CODE_SPREAD = 0.06
-"""Standard deviation of log peak memory for unknown layer code; libraries differ by up to 17 %."""
+"""Standard deviation of log peak memory for unknown layer code; libraries differ by up to 17%."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Predicts step time, memory, energy and the probability of fitting, with 80 % intervals."""
+"""Predicts step time, memory, energy and the probability of fitting, with 80% intervals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMPUTING, WAITING = 0.85, 0.45
 """Assumed shares of maximum power while computing, and while communicating or waiting, when clocks
 stay high."""
 SPREAD = 0.2
-"""Assumed half-width of the 80 % interval of log energy."""
+"""Assumed half-width of the 80% interval of log energy."""
 
 PENDING_DONE = 0.5
 """Assumed share of pending activations freed while the allocator waits."""
@@ -40,7 +40,7 @@ REFUSED_BELOW = 1 / 3
 """Probability of running below which layouts are refused; less than one half, because false alarms
 are worse."""
 UNMEASURED = 0.07
-"""Half-width for each of `unmeasured_kinds`. With it, intervals cover 80 % of other programs'
+"""Half-width for each of `unmeasured_kinds`. With it, intervals cover 80% of other programs'
 published runs (docs/studies/planner_widths.py)."""
 OFFLOADED = 0.2
 """Assumed half-width with offload, for which no published run was found."""
@@ -64,7 +64,7 @@ def energy(
     question: ClusterQuestion, time: LayoutStepTime, seconds: Floats, half_width: Floats
 ) -> tuple[Floats, Floats]:
     """Returns all devices' joules per token, which are devices x power x seconds over a step's
-    tokens, and the half-widths of their log 80 % intervals.
+    tokens, and the half-widths of their log 80% intervals.
 
     Maximum power is from data sheets (power.yaml), without hosts, networks and cooling. `seconds`
     and `half_width` (shape [layouts]) are the step's. Raises UsageError for unknown power.
@@ -82,7 +82,7 @@ def energy(
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions (shape [layouts]); half-widths are those of log 80 % intervals."""
+    """Predictions (shape [layouts]); half-widths are those of log 80% intervals."""
 
     layouts: PlannedLayouts
     time: LayoutStepTime
@@ -244,7 +244,7 @@ def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floa
     The next, up to TRIED, add the largest expected improvement (Jones, Schonlau and Welch, 1998).
     Others follow by speed times probability.
 
-    `half_width`: of the 80 % interval of log seconds.
+    `half_width`: of the 80% interval of log seconds.
     """
     score = np.log(np.maximum(fits, 1e-300) / seconds)
     classes = np.floor((score.max() - score) / TIE) if len(score) else score

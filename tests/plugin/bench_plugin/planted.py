@@ -14,7 +14,7 @@ class Planted(Ddp):
     """DDP whose steps take 0.2 s, or 0.4 s while a file exists.
 
     Steps this long make other load on the machine irrelevant. In every three consecutive launches,
-    one is 6 % faster and one 6 % slower. Runs of three launches thus differ no more than expected.
+    one is 6% faster and one 6% slower. Runs of three launches thus differ no more than expected.
     """
 
     file: str = ""
