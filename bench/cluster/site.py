@@ -25,7 +25,8 @@ class Notify(BaseModel):
     webhook: str = ""
     """URL that gets a POST of a JSON object with a key `text`."""
     command: str = ""
-    """Command that gets the outcome as an argument and details on stdin."""
+    """Command that gets the outcome (ok, regression, not compared or failed) as an argument, and
+    details on stdin."""
     always: bool = False
     """Whether to notify on success too."""
 

@@ -218,9 +218,7 @@ def test_a_night_that_became_slower_is_found_and_one_that_did_not_is_quiet(
             assert not heard.exists()
             assert not letter.exists()
             assert not posted
-            assert (
-                'outcome="well"} 1' in (bench.folder / "parallelism_bench_night.prom").read_text()
-            )
+            assert 'outcome="ok"} 1' in (bench.folder / "parallelism_bench_night.prom").read_text()
     assert outcomes == ["COMPLETED", "COMPLETED", "FAILED"], slurm.story(told["job"])
     assert 'outcome="regression"} 1' in (bench.folder / "parallelism_bench_night.prom").read_text()
     assert heard.read_text().strip() == "regression"
