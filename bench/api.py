@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -151,9 +150,8 @@ def _check_times(**seconds: float | None) -> None:
 def plan(
     model: str,
     *,
-    devices: int = 8,
-    device: str = "h100-80gb",
-    per_node: int = 8,
+    gpus: str = "8 x h100-80gb",
+    gpus_per_node: int = 8,
     link: str = "nvlink,400gbit",
     sequence_length: int = 4096,
     batch: int = 256,
@@ -167,10 +165,11 @@ def plan(
     layouts: Sequence[PlannedLayout] | None = None,
     rehearse: int = 0,
 ) -> ClusterPlan:
-    """Predicts the best layouts of a training on GPUs; see `bench plan`.
+    """Predicts the best layouts of a training on GPUs such as `64 x h100-80gb`; see `bench plan`.
 
-    `layouts`: those to consider, by default all. Raises UsageError.
+    `layouts`: layouts to consider, by default all. Raises UsageError.
     """
+    from harness.host.gpu_models import parse_gpus
     from harness.planner.cluster.cluster_plan import plan as predicted
     from harness.planner.cluster.hardware import cluster_of
     from harness.planner.cluster.hf_config import parse_shape
@@ -179,9 +178,10 @@ def plan(
 
     if price is not None and not 0 < price <= MAX_PRICE:
         raise UsageError(f"price {price:g}: give a price above 0 and at most {MAX_PRICE:g}")
-    cluster = cluster_of(device, per_node, link, host_memory_bytes)
+    count, gpu = parse_gpus(gpus)
+    cluster = cluster_of(gpu.host_name, gpus_per_node, link, host_memory_bytes)
     recipe = precision_named(precision)
-    question = ClusterQuestion(parse_shape(model), cluster, sequence_length, batch, devices, recipe)
+    question = ClusterQuestion(parse_shape(model), cluster, sequence_length, batch, count, recipe)
     constants = plan_constants(calibration, results, cluster)
     chosen = None if layouts is None else PlannedLayouts.of(layouts)
     answer = predicted(question, constants, goal, top, price, chosen)
@@ -231,9 +231,9 @@ def fits(
     *,
     method: str = "lora",
     sequence_length: int = 2048,
-    batch: int = 1,
+    micro_batch: int = 1,
     precision: str = "bf16",
-    rank: int = 16,
+    lora_rank: int = 16,
     link: str | None = None,
     results: str | Path | None = None,
 ) -> FitAnswer:
@@ -242,7 +242,9 @@ def fits(
     from harness.planner.fits import answer
 
     return answer(
-        fit_question(model, gpus, method, sequence_length, batch, precision, rank, link, results)
+        fit_question(
+            model, gpus, method, sequence_length, micro_batch, precision, lora_rank, link, results
+        )
     )
 
 
@@ -251,26 +253,24 @@ def fit_question(
     gpus: str,
     method: str,
     sequence_length: int,
-    batch: int,
+    micro_batch: int,
     precision: str,
-    rank: int,
+    lora_rank: int,
     link: str | None,
     results: str | Path | None,
 ) -> FitQuestion:
-    from harness.host.gpu_models import gpu_named
+    from harness.host.gpu_models import parse_gpus
     from harness.planner.cluster.hf_config import parse_shape
     from harness.planner.cluster.recipe import precision_named
     from harness.planner.fits import FitQuestion, link_bytes_per_second
 
-    match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", gpus, re.IGNORECASE)
-    if match is None or not int(match[1] or 1):
-        raise UsageError(f"gpus {gpus!r}: write it like '2 x rtx-4090'")
     if method not in METHODS:
         raise UsageError(f"method {method!r}: give {', '.join(METHODS)}")
-    for name, value in (("sequence_length", sequence_length), ("batch", batch), ("rank", rank)):
+    numbers = {"sequence_length": sequence_length, "micro_batch": micro_batch}
+    for name, value in {**numbers, "lora_rank": lora_rank}.items():
         if not 1 <= value <= 10**6:
             raise UsageError(f"{name} {value}: give 1 to 1000000")
-    count, gpu = int(match[1] or 1), gpu_named(match[2])
+    count, gpu = parse_gpus(gpus)
     if count > 8:
         raise UsageError(
             f"gpus {gpus!r}: give at most 8 GPUs of one node; for more, use python -m bench plan"
@@ -282,9 +282,9 @@ def fit_question(
         count,
         method,  # type: ignore[arg-type]
         sequence_length,
-        batch,
+        micro_batch,
         precision_named(precision),
-        rank,
+        lora_rank,
         bandwidth,
     )
     if results is None:

@@ -90,10 +90,10 @@ Results: TypeAlias = Annotated[Path, _RESULTS]
 BaselineCell: TypeAlias = Annotated[
     str,
     typer.Option(
-        "--baseline-cell",
+        "--baseline",
         help=(
-            "Baseline that the other cells of its setting are compared with: strategy, id or"
-            " pattern, and the plainest if several match; by default ddp, else single."
+            "Cell that the other cells of its setting are compared with: strategy, id or pattern,"
+            " and the simplest if several match; by default ddp, else single."
         ),
     ),
 ]

@@ -98,7 +98,7 @@ def baseline_choice(pattern: str, cells: Iterable[Cell]) -> Choice | None:
         return None
     if not any(matches(cell, pattern) for cell in cells):
         raise UsageError(
-            f"--baseline-cell {pattern!r} is not a cell of this run; name a strategy, an id or a"
+            f"--baseline {pattern!r} is not a cell of this run; name a strategy, an id or a"
             " pattern such as 'fsdp2*'"
         )
     return lambda cell: matches(cell, pattern)

@@ -31,7 +31,7 @@ BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 TIMES = 3
 """Measurements per command; the fastest counts."""
 COMMANDS = (
-    ("slurm status", 1.0),
+    ("status", 1.0),
     ("run --resume --no-report", 3.0),
     ("report --out {out}/report.html", 5.0),
 )

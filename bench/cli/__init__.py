@@ -50,7 +50,7 @@ COMMANDS = {
         "publish": "publish:publish",
         "site": "report:site",
         "submit": "slurm:submit",
-        "slurm status": "slurm:status",
+        "status": "slurm:status",
     },
 }
 """Module and function of each command by panel, in order of the help."""
@@ -83,7 +83,6 @@ app = typer.Typer(
         " memory. Start with: [bold]python -m bench run --matrix smoke[/bold]"
     ),
 )
-slurm_app = typer.Typer(no_args_is_help=True, help="Follow a run on a SLURM cluster.")
 
 
 def _with_training_packages(run: Callable[..., None]) -> Callable[..., None]:
@@ -99,16 +98,12 @@ def _register() -> None:
     for panel, commands in COMMANDS.items():
         for command, module_path in commands.items():
             module, _, function = module_path.partition(":")
-            group, _, name = command.rpartition(" ")
-            panel_of_command = None if group else panel
             run = getattr(import_module(f"bench.cli.{module}"), function)
             # Typer keeps line breaks, which would break lines anew in a narrower or wider terminal.
             paragraphs = inspect.cleandoc(run.__doc__).split("\n\n")
             text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-            (slurm_app if group else app).command(
-                name, help=text, rich_help_panel=panel_of_command
-            )(_with_training_packages(run) if command in TRAINING_COMMANDS else run)
-    app.add_typer(slurm_app, name="slurm", rich_help_panel=[*COMMANDS][-1])
+            run = _with_training_packages(run) if command in TRAINING_COMMANDS else run
+            app.command(command, help=text, rich_help_panel=panel)(run)
 
 
 _register()

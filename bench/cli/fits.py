@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 import yaml
 
-from bench.cli.options import Json, OwnRuns, Seq, StatesPrecision
+from bench.cli.options import Gpus, Json, OwnRuns, Seq, StatesPrecision
 from harness.cell.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,17 +33,14 @@ Model: TypeAlias = Annotated[
         metavar="MODEL", help="Model: a name such as llama-8b, hf:PATH of a config.json, or sizes."
     ),
 ]
-Gpus: TypeAlias = Annotated[
-    str, typer.Option("--gpus", help="Number and name of the GPUs, such as '2 x rtx-4090'.")
-]
 MethodOption: TypeAlias = Annotated[
     str, typer.Option("--method", help="Fine-tuning method: full, lora, dora, qlora or qdora.")
 ]
 MicroBatch: TypeAlias = Annotated[
-    int, typer.Option("--batch", help="Micro-batch: sequences that each GPU processes at once.")
+    int, typer.Option("--micro-batch", help="Number of sequences that each GPU processes at once.")
 ]
-Rank: TypeAlias = Annotated[
-    int, typer.Option("--rank", help="LoRA rank, for adapters on all matrices.")
+LoraRank: TypeAlias = Annotated[
+    int, typer.Option("--lora-rank", help="LoRA rank, for adapters on all matrices.")
 ]
 FitLink: TypeAlias = Annotated[
     str | None,
@@ -61,9 +58,9 @@ def fits(
     gpus: Gpus,
     method: MethodOption = "lora",
     seq: Seq = 2048,
-    batch: MicroBatch = 1,
+    micro_batch: MicroBatch = 1,
     precision: StatesPrecision = "bf16",
-    rank: Rank = 16,
+    lora_rank: LoraRank = 16,
     link: FitLink = None,
     results: OwnRuns = None,
     json_output: Json = False,
@@ -77,7 +74,9 @@ def fits(
     from bench.api import fit_question
     from harness.planner.fits import answer
 
-    question = fit_question(model, gpus, method, seq, batch, precision, rank, link, results)
+    question = fit_question(
+        model, gpus, method, seq, micro_batch, precision, lora_rank, link, results
+    )
     result = answer(question)
     command = _command(model, question, result)
     if json_output:

@@ -38,10 +38,10 @@ Budget: TypeAlias = Annotated[
         " imports take. By default 1GiB; for sequences 256MiB.",
     ),
 ]
-Ranks: TypeAlias = Annotated[
+Devices: TypeAlias = Annotated[
     int | None,
     typer.Option(
-        "--ranks",
+        "--devices",
         min=1,
         help="Number of devices for strategies that use several; by default 2 on a CPU, else all"
         " GPUs, at most 8, as a power of two.",
@@ -53,10 +53,10 @@ Hidden: TypeAlias = Annotated[
         "--hidden", min=64, help="Hidden size of the models; by default one that fits the budget."
     ),
 ]
-SearchedCells: TypeAlias = Annotated[
+SearchMatrixFile: TypeAlias = Annotated[
     Path | None,
     typer.Option(
-        "--cells",
+        "--search-matrix",
         help="YAML file with the strategies to search, and the order that theory predicts.",
     ),
 ]
@@ -66,10 +66,10 @@ def maxsize(
     grow: Grow = None,
     budget: Budget = None,
     only: Only = None,
-    ranks: Ranks = None,
+    devices: Devices = None,
     hidden: Hidden = None,
     settings: Settings = None,
-    cells: SearchedCells = None,
+    search_matrix: SearchMatrixFile = None,
     results: Results = Path("results"),
     resume: Resume = False,
     report: WriteReport = True,
@@ -92,18 +92,18 @@ def maxsize(
     console = terminal.console(quiet=json_output)
     terminal.say_unused_gpus(console)
     if resume:
-        if grow or budget or only or ranks or hidden or settings or cells:
+        if grow or budget or only or devices or hidden or settings or search_matrix:
             raise UsageError(
                 "--resume continues a search as it was planned: leave out --grow, --budget,"
-                " --only, --ranks, --hidden, --set and --cells"
+                " --only, --devices, --hidden, --set and --search-matrix"
             )
         runner = Runner(store, resumable(store, MATRIX))
     else:
         console.print("counting parameters, states and activations")
         what = grow or "model"
-        chosen, file = budget or BUDGETS[what], cells or CELLS[what]
+        chosen, file = budget or BUDGETS[what], search_matrix or CELLS[what]
         changes = _changes(settings or [], what)
-        runner = Runner(store, _plan(what, chosen, ranks, hidden, file, only or [], changes))
+        runner = Runner(store, _plan(what, chosen, devices, hidden, file, only or [], changes))
         runner.begin()
     with terminal.stop_signals():
         finished = Search(runner, SearchProgress(console, runner.plan)).run()
@@ -159,7 +159,7 @@ def _changes(settings: list[str], grow: str = "model") -> Axes:
     from harness.cell.errors import UsageError
 
     changes = parse_changes(settings)
-    instead = {"workload": "--hidden", "memory_limit_bytes": "--budget", "devices": "--ranks"}
+    instead = {"workload": "--hidden", "memory_limit_bytes": "--budget", "devices": "--devices"}
     if grow == "sequence":
         instead["sequence_length"] = "--grow model"
     for axis in changes.keys() & instead.keys():

@@ -46,16 +46,15 @@ OutFolder: TypeAlias = Annotated[
 ]
 Html: TypeAlias = Annotated[Path | None, typer.Option("--html", help="HTML page to write.")]
 
-Workload: TypeAlias = Annotated[
-    str, typer.Option("--workload", help="Model and data (see: python -m bench list workloads).")
-]
 Devices: TypeAlias = Annotated[
     int, typer.Option("--devices", help="Number of devices, one for each rank.")
 ]
-Device: TypeAlias = Annotated[
-    str, typer.Option("--device", help="Device, named as in docs/hosts.md.")
+Gpus: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--gpus", help="Number and name of the GPUs, such as '2 x rtx-4090' (see docs/hosts.md)."
+    ),
 ]
-PerNode: TypeAlias = Annotated[int, typer.Option("--per-node", help="Number of devices per node.")]
 ClusterLink: TypeAlias = Annotated[
     str,
     typer.Option(
@@ -103,7 +102,8 @@ OwnRuns: TypeAlias = Annotated[
 WrittenMatrix: TypeAlias = Annotated[
     Path | None,
     typer.Option(
-        "--matrix", help="Matrix file to write, with the cells to measure to settle which is best."
+        "--write-matrix",
+        help="Matrix file to write, with the cells to measure to settle which is best.",
     ),
 ]
 ExportFolder: TypeAlias = Annotated[

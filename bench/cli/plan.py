@@ -12,14 +12,12 @@ from bench.cli.options import (
     Batch,
     Calibration,
     ClusterLink,
-    Device,
-    Devices,
     ExportFolder,
     Goal,
+    Gpus,
     Html,
     Json,
     OwnRuns,
-    PerNode,
     Seq,
     StatesPrecision,
     Top,
@@ -45,6 +43,9 @@ Model: TypeAlias = Annotated[
         help="Model: a name such as llama-8b, hf:PATH of a config.json, or sizes such as"
         " layers=32,hidden=4096,heads=32.",
     ),
+]
+GpusPerNode: TypeAlias = Annotated[
+    int, typer.Option("--gpus-per-node", help="Number of GPUs of each node.")
 ]
 HostMemory: TypeAlias = Annotated[
     str | None,
@@ -73,9 +74,8 @@ Rehearse: TypeAlias = Annotated[
 
 def plan(
     model: Model,
-    devices: Devices = 8,
-    device: Device = "h100-80gb",
-    per_node: PerNode = 8,
+    gpus: Gpus = "8 x h100-80gb",
+    gpus_per_node: GpusPerNode = 8,
     link: ClusterLink = "nvlink,400gbit",
     host_memory: HostMemory = None,
     seq: Seq = 4096,
@@ -86,7 +86,7 @@ def plan(
     top: Top = 10,
     calibration: Calibration = None,
     results: OwnRuns = None,
-    matrix: WrittenMatrix = None,
+    write_matrix: WrittenMatrix = None,
     export: ExportFolder = None,
     html: Html = None,
     rehearse: Rehearse = 0,
@@ -96,7 +96,7 @@ def plan(
 
     Predicts step time and memory of every layout of a training.
 
-    Example: [bold]python -m bench plan --model llama-8b --devices 64 --batch 1024[/bold]
+    Example: [bold]python -m bench plan --model llama-8b --gpus '64 x h100' --batch 1024[/bold]
     """
     from bench import api
     from bench.matrix import parse_bytes
@@ -104,9 +104,8 @@ def plan(
 
     answer = api.plan(
         model,
-        devices=devices,
-        device=device,
-        per_node=per_node,
+        gpus=gpus,
+        gpus_per_node=gpus_per_node,
         link=link,
         sequence_length=seq,
         batch=batch,
@@ -121,7 +120,7 @@ def plan(
     )
     constants = api.plan_constants(calibration, results, answer.question.cluster)
     sentences = explanation(answer)
-    prepared, written = _prepared(answer, constants, model, matrix, export)
+    prepared, written = _prepared(answer, constants, model, write_matrix, export)
     page = ""
     if html:
         page = _page(answer, sentences, constants)

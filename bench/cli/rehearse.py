@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from bench.cli.options import Batch, Devices, Json, Precision, Seq, Workload
+from bench.cli.options import Batch, Devices, Json, Precision, Seq
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,6 +33,14 @@ MicroBatches: TypeAlias = Annotated[
         help="Micro-batches that each rank splits its share of the batch into.",
     ),
 ]
+Workload: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help="Model: a workload (see: python -m bench list workloads), hf:PATH, or your own as"
+        " FILE.py:CLASS.",
+    ),
+]
 Optimizer: TypeAlias = Annotated[
     Literal["adamw", "sgd"], typer.Option("--optimizer", help="AdamW, or SGD with momentum.")
 ]
@@ -53,7 +61,7 @@ EveryBlock: TypeAlias = Annotated[
 
 def rehearse(
     strategies: Strategies,
-    workload: Workload = "llama-mini",
+    model: Workload = "llama-mini",
     devices: Devices = 2,
     batch: Batch = 8,
     seq: Seq = 64,
@@ -66,13 +74,13 @@ def rehearse(
 ) -> None:
     """Find the memory that training needs by running its code without data.
 
-    Example: [bold]python -m bench rehearse ddp fsdp2 --workload llama-7b --devices 64 --batch
+    Example: [bold]python -m bench rehearse ddp fsdp2 --model llama-7b --devices 64 --batch
     64[/bold]
     """
     from harness.cell.errors import UsageError
 
     common = {
-        "workload": workload,
+        "workload": model,
         "devices": devices,
         "global_batch": batch,
         "sequence_length": seq,

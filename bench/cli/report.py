@@ -53,7 +53,7 @@ def report(
     each: Each = False,
     format_name: FormatName = None,
     section: Sections = None,
-    baseline_cell: BaselineCell = "",
+    baseline: BaselineCell = "",
     index: Index = False,
     out: OutFile = None,
     open_browser: OpenBrowser = False,
@@ -77,7 +77,7 @@ def report(
     uses_of_file += ["--json lists the files written"] if json_output else []
     _check(chosen, sections, out, [] if index else uses_of_file)
     if index:
-        if run or every or each or section or baseline_cell or format_name not in (None, "html"):
+        if run or every or each or section or baseline or format_name not in (None, "html"):
             raise UsageError(
                 "--index writes only the index of all runs: combine it only with --results,"
                 " --out, --open and --json"
@@ -90,11 +90,11 @@ def report(
                 f"--out names one file, but --each writes {len(run_ids)} reports; leave one of the"
                 " two out"
             )
-        if baseline_cell and not each and len(run_ids) > 1:
-            raise UsageError("--baseline-cell is for reports of one run: name one, or use --each")
+        if baseline and not each and len(run_ids) > 1:
+            raise UsageError("--baseline is for reports of one run: name one, or use --each")
         written = []
         for group in [[run_id] for run_id in run_ids] if each else [run_ids]:
-            text = _text(store, group, chosen, sections, baseline_cell)
+            text = _text(store, group, chosen, sections, baseline)
             if path := out or _page(group, chosen):
                 written.append(write_whole(text, path, _USAGE))
             else:
@@ -138,15 +138,15 @@ def _page(wanted: Sequence[str], chosen: Format) -> Path | None:
 
 
 def _text(
-    store: Store, wanted: list[str], chosen: Format, sections: Sequence[str], baseline_cell: str
+    store: Store, wanted: list[str], chosen: Format, sections: Sequence[str], baseline: str
 ) -> str:
     from bench.select import baseline_choice
     from harness.record.plan import kept_plan
     from reports import report_text
 
     results = store.load(wanted, steps=False)
-    baseline = baseline_choice(baseline_cell, kept_plan(store, wanted[0]).cells)
-    written = report_text(results, chosen, sections, baseline)
+    choice = baseline_choice(baseline, kept_plan(store, wanted[0]).cells)
+    written = report_text(results, chosen, sections, choice)
     if written.absent:
         typer.echo(f"without data, so left out: {', '.join(written.absent)}", err=True)
     return written.text

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from harness.record.store import Store
 
 GpusPerNode: TypeAlias = Annotated[
-    int | None, typer.Option("--gpus-per-node", min=0, help="GPUs of each node.")
+    int | None, typer.Option("--gpus-per-node", min=0, help="Number of GPUs of each node.")
 ]
 Partition: TypeAlias = Annotated[
     str | None, typer.Option("--partition", "-p", help="SLURM partition.")
@@ -158,8 +158,8 @@ def _submit(site: Site, job: ClusterJob, json_output: bool) -> None:
     else:
         what = f"run {job.run_id}" if job.run_id else "a nightly run"
         print(
-            f"submitted job {job_id}: {what} of matrix {job.matrix}; see: python -m bench slurm"
-            f" status {job_id}"
+            f"submitted job {job_id}: {what} of matrix {job.matrix}; see: python -m bench status"
+            f" {job_id}"
         )
 
 
@@ -182,7 +182,7 @@ def status(
 ) -> None:
     """Show how far along a run is, and what SLURM reports about its jobs.
 
-    Example: [bold]python -m bench slurm status 4711[/bold]
+    Example: [bold]python -m bench status 4711[/bold]
     """
     from bench.cluster.jobs import states, submissions
     from harness.cell.errors import NoRuns, UsageError

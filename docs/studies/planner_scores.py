@@ -19,7 +19,8 @@ import pandas as pd
 import typer
 from scipy.stats import spearmanr
 
-from bench.cli.options import Calibration, ClusterLink, Device, Json, PerNode, Seq
+from bench.cli.options import Calibration, ClusterLink, Json, Seq
+from bench.cli.plan import GpusPerNode
 from docs.studies.planner_calibration import (
     MODELS,
     MeasuredRuns,
@@ -311,8 +312,8 @@ def main(
         list[str] | None,
         typer.Option("--model", help="Shape of a model, such as 1B=layers=16,hidden=2048."),
     ] = None,
-    device: Device = "h100-80gb",
-    per_node: PerNode = 8,
+    gpu: Annotated[str, typer.Option("--gpu", help="GPU of the runs.")] = "h100-80gb",
+    gpus_per_node: GpusPerNode = 8,
     link: ClusterLink = "playbook-h100",
     seq: Seq = 4096,
     calibration: Calibration = None,
@@ -325,9 +326,9 @@ def main(
     if fit and calibration:
         raise UsageError("--fit finds the constants: leave out --calibration")
     runs = read_runs(file, shapes_named(model or ()), seq)
-    cluster = cluster_of(device, per_node, link)
+    cluster = cluster_of(gpu, gpus_per_node, link)
     if fit:
-        source = f"{int(runs.ran.sum())} measured runs of {file.name} on {device}, links {link}"
+        source = f"{int(runs.ran.sum())} measured runs of {file.name} on {gpu}, links {link}"
         save(calibrate(runs, cluster, source), fit)
         print(f"wrote {fit}: {source}")
         return

@@ -158,6 +158,14 @@ def _plain(name: str) -> str:
     return _IGNORED.sub("", name.lower())
 
 
+def parse_gpus(text: str) -> tuple[int, GpuModel]:
+    """Returns number and model of GPUs such as `2 x rtx-4090` or `h100`; raises UsageError."""
+    match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", text, re.IGNORECASE)
+    if match is None or not int(match[1] or 1):
+        raise UsageError(f"gpus {text!r}: write it like '2 x rtx-4090'")
+    return int(match[1] or 1), gpu_named(match[2])
+
+
 def gpu_named(text: str) -> GpuModel:
     """Returns the GPU called `4090`, `rtx-4090-24gb`, `h100` or `A100 80GB` (gpu_models.yaml).
 

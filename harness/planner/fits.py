@@ -239,7 +239,7 @@ def _last(fit: Callable[[int], bool], most: int) -> int:
 def _remedies(question: FitQuestion) -> Iterator[Option]:
     changed: list[tuple[str, str, FitQuestion]] = []
     if question.micro_batch > 1:
-        changed.append(("batch", "1", replace(question, micro_batch=1)))
+        changed.append(("micro-batch", "1", replace(question, micro_batch=1)))
     if question.method == "full" and question.precision != "pure-bf16":
         changed.append(("precision", "pure-bf16", replace(question, precision="pure-bf16")))
     if question.method == "full":

@@ -86,7 +86,7 @@ def test_two_node_cells_train_the_same_while_the_controller_starts_anew(
     assert trials[trials["devices"] == 3]["status"].item() == "unavailable"
     # The first launch waits for the agents' imports; later ones find them done.
     assert ran.sort_values("position")["startup_seconds"].iloc[1:].min() < 1.5
-    status = bench.call("slurm", "status", told["job"]).stdout
+    status = bench.call("status", told["job"]).stdout
     assert f"run {told['run_id']}" in status
     assert "3 of 3 trials (3 ok" in status
     assert f"job {told['job']}: COMPLETED on n[1-2]" in status

@@ -157,7 +157,7 @@ def test_values_of_options(words: list[str], text: str, seed: int) -> None:
 
 
 OPTIONS = st.sampled_from(["--json", "--run", "--results", "--matrix", "--set", "--only", "-x"])
-COMMANDS = st.sampled_from(["show", "slurm status", "compare", "compare --history", "doctor"])
+COMMANDS = st.sampled_from(["show", "status", "compare", "compare --history", "doctor"])
 GROUP = typer.main.get_command(app)
 
 

@@ -57,7 +57,7 @@ def test_without_torch_it_plans_and_reports(wheel: Path, tmp_path: Path) -> None
             command, cwd=tmp_path, check=True, capture_output=True, text=True
         ).stdout
 
-    plan = ("plan", "--model", "llama-8b", "--devices", "8", "--batch", "64", "--json")
+    plan = ("plan", "--model", "llama-8b", "--gpus", "8xh100", "--batch", "64", "--json")
     assert json.loads(run(*plan))
     assert json.loads(run("fits", "llama-8b", "--gpus", "2 x 4090", "--method", "qlora", "--json"))
     run("report", "--results", "results", "--out", "page.html")

@@ -209,7 +209,7 @@ def cells_of_command(answer: dict[str, Any], gpus: str) -> list[Cell]:
 )
 def test_the_command_allocates_what_was_counted(gpus: str, options: str) -> None:
     """The cell allocates the predicted bytes, except for matrix inputs that peft casts to fp32."""
-    answer = verdict_of(f"llama-1b --gpus {gpus} {options} --seq 1024 --batch 2")[1]
+    answer = verdict_of(f"llama-1b --gpus {gpus} {options} --seq 1024 --micro-batch 2")[1]
     (cell,) = cells_of_command(answer, gpus)
     peak = rehearse(cell.model_copy(update={"device": "cpu"}), (0,)).fullest.peak_bytes
     assert peak == pytest.approx(answer["peak_bytes"], rel=0.15)
@@ -219,7 +219,7 @@ def test_the_command_allocates_what_was_counted(gpus: str, options: str) -> None
     ("gpus", "options", "strategy", "chosen"),
     [
         ("a100-80gb", "--method lora", "single", {}),
-        ("2xa100-80gb", "--method lora --batch 2", "ddp", {}),
+        ("2xa100-80gb", "--method lora --micro-batch 2", "ddp", {}),
         ("8xa100-80gb", "--method full", "fsdp2", {"mixed_precision": True}),
         ("8xa100-80gb", "--method full --precision fp32", "fsdp2", {}),
         ("2xa100-80gb", "--method full --precision pure-bf16", "fsdp2", {}),
@@ -245,7 +245,7 @@ def test_the_command_trains_the_answer(
         ("llama-1b --gpus a100-80gb --method full --precision pure-bf16", []),
         ("llama-1b --gpus a100-80gb --method dora", ["rank 8 instead of 16"]),
         (
-            "llama-1b --gpus a100-80gb --method qlora --rank 8",
+            "llama-1b --gpus a100-80gb --method qlora --lora-rank 8",
             ["fp32 embeddings", "no double quantisation"],
         ),
     ],

@@ -200,7 +200,7 @@ def test_command_writes_each_format(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("--format csv --open", "--open shows a file"),
         ("--index --all", "--index writes only the index"),
         (f"--all {RUN_ID}", "--all"),
-        ("--baseline-cell nonsense", "'nonsense' is not a cell"),
+        ("--baseline nonsense", "'nonsense' is not a cell"),
         ("--section largest", "no data for it"),
     ],
 )

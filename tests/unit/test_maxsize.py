@@ -344,7 +344,7 @@ def ended(scratch: Path) -> Outcome:
         ("--budget 999TiB", "--budget '999TiB'.*at most"),
         ("--only dpp", "--only 'dpp'.*ddp"),
         ("--hidden 100", "multiple of 64"),
-        ("--cells nowhere.yaml", "nowhere.yaml"),
+        ("--search-matrix nowhere.yaml", "nowhere.yaml"),
         ("--resume", "nothing to resume"),
         ("--resume --budget 1GiB", "--resume.*--budget"),
         ("--grow sequence --set sequence_length=8", "--set sequence_length.*--grow"),

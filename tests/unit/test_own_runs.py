@@ -68,7 +68,7 @@ def test_an_answer_says_what_is_anchored() -> None:
 
 
 def test_a_plan_is_anchored_with_full_trainings_of_its_device() -> None:
-    words = ("--model", "llama-8b", "--devices", "16", "--device", "h200-141gb", "--json")
+    words = ("--model", "llama-8b", "--gpus", "16 x h200-141gb", "--json")
     plain, answer = (json.loads(told(plan, *words, *more)) for more in ((), RESULTS))
     assert (plain["anchor"], answer["anchor"]["runs"]) == (None, 6)
     seconds = {str(one["layout"]): one for one in plain["candidates"]}

@@ -119,7 +119,7 @@ def test_the_exported_first_choice_allocates_what_is_counted(case: Case, tmp_pat
 @quiet
 def test_the_answer_shows_what_a_rehearsal_found(tmp_path: Path) -> None:
     model = model_of(Case("llama", 2, 8, 256), tmp_path)
-    options = ["--model", model, "--devices", "2", "--batch", "8", "--seq", "256", "--json"]
+    options = ["--model", model, "--gpus", "2 x h100", "--batch", "8", "--seq", "256", "--json"]
     result = CliRunner().invoke(app, ["plan", *options, "--top", "3", "--rehearse", "2"])
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["candidates"]

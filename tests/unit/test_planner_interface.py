@@ -14,7 +14,13 @@ from bench.cli.plan import plan
 from harness.cell.errors import UsageError
 from harness.planner.cluster.question import PlannedLayout
 
-SMALL = {"devices": 2, "batch": 8, "sequence_length": 1024, "link": "nvlink", "precision": "fp32"}
+SMALL = {
+    "gpus": "2 x h100",
+    "batch": 8,
+    "sequence_length": 1024,
+    "link": "nvlink",
+    "precision": "fp32",
+}
 
 
 def test_a_plan_considers_only_given_layouts() -> None:
@@ -31,7 +37,7 @@ def test_a_function_takes_what_its_command_takes(
     """Files are written by commands alone."""
     renamed = {"seq": "sequence_length", "host_memory": "host_memory_bytes"}
     options = {renamed.get(name, name) for name in inspect.signature(command).parameters}
-    written = {"matrix", "export", "html", "json_output"}
+    written = {"write_matrix", "export", "html", "json_output"}
     assert options - written <= {*inspect.signature(function).parameters}
 
 

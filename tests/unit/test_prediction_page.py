@@ -44,7 +44,7 @@ def test_each_number_of_devices_is_swept_once(devices: int, counts: list[int]) -
 
 
 def test_a_row_of_winners_has_a_square_for_each_number_of_devices(tmp_path: Path) -> None:
-    words = ["--model", "llama-3b", "--devices", "5", "--batch", "40", "--link", "nvlink"]
+    words = ["--model", "llama-3b", "--gpus", "5 x h100", "--batch", "40", "--link", "nvlink"]
     answer = json.loads(told(command, *words, "--json", "--html", str(tmp_path / "plan.html")))
     assert answer["written"] == [f"page: {tmp_path / 'plan.html'}"]
     page = (tmp_path / "plan.html").read_text()

@@ -206,7 +206,7 @@ def test_tensor_parallelism_repeats_collectives(workload: str, layers: int, agai
 
 def test_a_search_takes_the_axis_and_sets_its_own() -> None:
     assert _changes(["recompute=full"]) == {"recompute": "full"}
-    with pytest.raises(UsageError, match=r"--set devices.*use --ranks"):
+    with pytest.raises(UsageError, match=r"--set devices.*use --devices"):
         _changes(["devices=4"])
 
 

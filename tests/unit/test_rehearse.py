@@ -180,7 +180,7 @@ def test_a_repeated_rehearsal_is_read_from_the_cache(monkeypatch: pytest.MonkeyP
 @quiet
 def test_the_command_has_figures_or_the_reason_why_a_cell_is_unknown() -> None:
     cells = ["ddp", "ddp:gradient_as_bucket_view=true", "parameter_server"]
-    words = ("--workload", "llama-nano", "--rank", "0", "--json")
+    words = ("--model", "llama-nano", "--rank", "0", "--json")
     plain, viewed, unknown = json.loads(told(command, *cells, *words))
     assert [rank["rank"] for rank in plain["ranks"]] == [0]
     assert sum(plain["ranks"][0]["at_peak"].values()) == plain["peak_bytes"]

@@ -114,7 +114,7 @@ def test_tensorboards_client_needs_torch(tmp_path: Path) -> None:
     "words",
     [
         ["list", "strategies"],
-        ["plan", "--model", "llama-8b", "--devices", "8"],
+        ["plan", "--model", "llama-8b", "--gpus", "8xh100"],
         ["show", "7468f6f3bd0c", "--results", str(REFERENCE)],
         ["compare", "--cells", "ddp", "fsdp2", "--results", str(REFERENCE)],
         ["check", str(REFERENCE)],

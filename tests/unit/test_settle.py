@@ -114,13 +114,13 @@ def test_no_export_has_the_reason_of_the_best_layout(tmp_path: Path) -> None:
         first_export([], tmp_path)
 
 
-SEVEN_B = ("--model", "llama-7b", "--devices", "8", "--batch", "64", "--seq", "2048", "--json")
+SEVEN_B = ("--model", "llama-7b", "--gpus", "8 x h100", "--batch", "64", "--seq", "2048", "--json")
 
 
 def test_a_matrix_has_all_ties_however_few_rows_are_shown(tmp_path: Path) -> None:
     written = []
     for top in ("1", "10"):
-        told(command, *SEVEN_B, "--top", top, "--matrix", str(tmp_path / f"{top}.yaml"))
+        told(command, *SEVEN_B, "--top", top, "--write-matrix", str(tmp_path / f"{top}.yaml"))
         written.append((tmp_path / f"{top}.yaml").read_text())
     assert written[0] == written[1]
     every = api.plan("llama-7b", batch=64, sequence_length=2048, top=1000).candidates
@@ -138,7 +138,7 @@ def test_a_matrix_has_all_ties_however_few_rows_are_shown(tmp_path: Path) -> Non
 def test_an_existing_target_leaves_nothing_written(blocker: str, tmp_path: Path) -> None:
     (tmp_path / blocker).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / blocker).write_text("mine")
-    targets = {"--matrix": "open.yaml", "--export": "chosen", "--html": "plan.html"}
+    targets = {"--write-matrix": "open.yaml", "--export": "chosen", "--html": "plan.html"}
     options = [word for name, file in targets.items() for word in (name, str(tmp_path / file))]
     with pytest.raises(UsageError, match="exists"):
         ask(command, *SEVEN_B, *options)
