@@ -50,7 +50,7 @@ def plan_page(
         f"{title}, predicted",
         "What is predicted?",
         [data(title, "strong"), *map(data, facts)],
-        "parallelism-bench. Predictions with 80% intervals, see docs/planner.md.",
+        "parallelism-bench. Predictions with 80% intervals, see docs/plan.md.",
         navigation=False,
     )
     sections = [

@@ -1,4 +1,4 @@
-"""The example of docs/notebook.md runs as a script without a main guard, in its own process."""
+"""The example of docs/python.md runs as a script without a main guard, in its own process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import bench
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "notebook.md"
+PAGE = ROOT / "docs" / "python.md"
 
 
 def test_the_documents_example_runs_as_a_script(tmp_path: Path) -> None:

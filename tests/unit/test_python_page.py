@@ -1,4 +1,4 @@
-"""The code in docs/notebook.md runs unchanged and in order, and prints what the store has."""
+"""The code in docs/python.md runs unchanged and in order, and prints what the store has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from tests.unit.made_results import left_out, run_row, trial_rows
 
-PAGE = Path(__file__).parents[2] / "docs" / "notebook.md"
+PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 DDP, FSDP = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2"))
 ABSENT = "package absent is not installed"
 SPEEDS = [(DDP, [100.0, 104.0, 96.0]), (FSDP, [50.0, 52.5, 47.5])]
