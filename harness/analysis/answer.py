@@ -41,7 +41,7 @@ class Answer:
     may_be_fastest: tuple[CellResult, ...]
     """Cells of the same training that may be the fastest (95% joint confidence)."""
     baseline: CellResult | None
-    """Usual choice, recommended unless another is known to beat it."""
+    """The usual choice, recommended unless another cell is known to beat it."""
     gain: Comparison | None = None
     """Recommended cell's throughput over the baseline's, with a joint interval over candidates."""
     better: tuple[CellResult, ...] = ()
@@ -51,7 +51,7 @@ class Answer:
 
     @property
     def caveat(self) -> str:
-        """Warnings about the recommendation, if any."""
+        """Warnings about the recommendation; empty if there are none."""
         use = self.advice[0].cell
         caveats = []
         if use.cell.device == "cpu":
@@ -98,7 +98,7 @@ def candidates(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def why_no_advice(cells: Sequence[CellResult]) -> str:
-    """Returns why a setting gets no advice, if so."""
+    """Returns why a setting gets no advice; empty if it gets some."""
     if reason := nothing_to_choose(cells):
         return reason
     if any(speed.degrees > 0 for speed in _speeds(candidates(cells)).values()):
@@ -206,7 +206,8 @@ def what_more_would_buy(cells: Sequence[CellResult]) -> str:
 def answer(
     cells: Sequence[CellResult], profiles: Mapping[str, ProfileRecord] | None = None
 ) -> Answer | None:
-    """Returns advice for one setting; None if `why_no_advice`. `profiles`: by cell id."""
+    """Returns the advice for one setting; None if `why_no_advice` gives a reason. `profiles`: by
+    cell id."""
     if why_no_advice(cells):
         return None
     fair, advisable = trustworthy(cells), candidates(cells)
@@ -240,10 +241,8 @@ def _baseline(cells: Sequence[CellResult]) -> CellResult | None:
 
 
 def _gains(advisable: Sequence[CellResult], baseline: CellResult | None) -> dict[str, Comparison]:
-    """Returns throughputs over the baseline's by cell id.
-
-    Intervals of cells near the fastest hold jointly for these alone; others are never recommended.
-    """
+    """Returns throughputs over the baseline's by cell id. Intervals of cells near the fastest hold
+    jointly for these cells alone; the other cells are never recommended."""
     usual = baseline.speed.log_throughput if baseline else None
     others = [cell for cell in advisable if cell is not baseline]
     speeds = _speeds(others)

@@ -22,8 +22,9 @@ UNVERIFIED = "unverified"
 T = TypeVar("T")
 Result = TypeVar("Result", bound="CellResult")
 Summary = Literal["shared", "median", "largest", "worst", "all"]
-"""How trials become one value: any trial's, the median or largest of finished ones, that of the
-worst parity, or whether it is true in all that have one."""
+"""How the trials' values become one value. `shared` takes any trial's value, `median` and `largest`
+summarise finished trials, `worst` takes the value of the trial with the worst parity. `all` says
+whether the value is true in all trials that have it."""
 
 
 def of_trials(summary: Summary, default: T, column: str = "") -> T:
@@ -59,7 +60,7 @@ class Work:
     mfu: float | None = of_trials("median", None)
     matmul_utilization: float | None = of_trials("median", None)
     peak_flops_per_second: float | None = None
-    """Data-sheet rate of one device, for `mfu`."""
+    """Rate of one device by its data sheet, for `mfu`."""
     matmul_flops_per_second: float | None = None
     """Measured matrix-product rate of one device, for `matmul_utilization`."""
     energy_joules_per_sample: float | None = of_trials("median", None)
@@ -67,8 +68,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Speed:
-    """Throughput: geometric mean over trials, adjusted by any control. `_low` and `_high` are its
-    95% interval."""
+    """Throughput: geometric mean over trials, adjusted by the control if one ran. `_low` and
+    `_high` are its 95% interval."""
 
     samples_per_second: float | None = None
     samples_per_second_low: float | None = None
@@ -78,12 +79,12 @@ class Speed:
     tokens_per_second_high: float | None = None
     log_throughput: LogEstimate | None = None
     raw_samples_per_second: float | None = None
-    """Unadjusted median over trials."""
+    """Median over trials, not adjusted by the control."""
     raw_tokens_per_second: float | None = None
     by_round: Mapping[int, float] = field(default_factory=dict)
     """Adjusted samples per second by trial number."""
     trend: float | None = None
-    """Largest absolute value over trials."""
+    """Relative change of step time over the timed steps, of the trial where it is largest."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Relative:
     """Ratios of throughput; `_low` and `_high` are 95% intervals, or None."""
 
     baseline: str = ""
-    """Cell id of the baseline, or empty."""
+    """Cell id of the baseline; empty if there is none."""
     over_baseline: float | None = None
     over_baseline_low: float | None = None
     over_baseline_high: float | None = None
@@ -107,7 +108,7 @@ class Relative:
 
 @dataclass(frozen=True)
 class Times:
-    """Times of a trial and its steps; medians over finished trials."""
+    """Times of trials and of their steps: medians over finished trials."""
 
     step_seconds_p50: float | None = of_trials("median", None)
     step_seconds_p95: float | None = of_trials("median", None)
@@ -122,14 +123,14 @@ class Times:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory of the fullest rank; largest over finished trials."""
+    """Peak memory of the rank that uses most; the largest over finished trials."""
 
     peak_memory_bytes: int | None = of_trials("largest", None)
     peak_memory_bytes_low: int | None = None
     peak_memory_bytes_by_rank: tuple[int, ...] = ()
     """Peaks by rank in the trial with the largest peak."""
     peak_by_round: Mapping[int, float] = field(default_factory=dict)
-    """Peak by trial number, for ok trials."""
+    """Peak by trial number, for trials with status ok."""
     memory_imbalance: float | None = of_trials("median", None)
     memory_method: str | None = of_trials("shared", None)
 
@@ -137,12 +138,12 @@ class Memory:
 @dataclass(frozen=True)
 class Traffic:
     sent_bytes_per_step: float | None = None
-    """Bytes of the busiest rank, median over trials."""
+    """Bytes that the busiest rank sends per step, median over trials."""
     offload_read_bytes_per_step: float | None = of_trials("median", None)
     offload_written_bytes_per_step: float | None = of_trials("median", None)
     offload_kept_bytes: int | None = of_trials("largest", None)
     expert_tokens: str | None = None
-    """From the first finished trial that has them."""
+    """Tokens per expert, from the first finished trial that has them."""
     expert_imbalance: float | None = of_trials("median", None)
 
 
@@ -162,7 +163,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class KeptStates:
-    """Bytes that the fullest rank keeps between steps, and the formula's value."""
+    """Bytes that the fullest rank keeps between steps, and the value of the strategy's formula."""
 
     parameter_bytes: float | None = None
     gradient_bytes: float | None = None
@@ -172,7 +173,7 @@ class KeptStates:
     host_state_bytes: float | None = None
     library_buffers: str | None = None
     formula_bytes: float | None = None
-    """Formula value of `state_bytes`; None without a formula."""
+    """Value of the strategy's formula for `state_bytes`; None if it has no formula."""
     formula_transient_bytes: float | None = None
     formula_deviation: float | None = None
 
@@ -197,14 +198,14 @@ class Parity:
     reference_losses: tuple[float | None, ...] = of_trials("worst", ())
     fp32_loss_deviation: float | None = of_trials("largest", None)
     rewinds: int | None = None
-    """Number over all trials; None if unknown."""
+    """Number of rewinds over all trials; None if unknown."""
     rewind_skipped_reason: str | None = None
     rewind_loss_deviation: float | None = None
     rewind_update_deviation: float | None = None
     same_training: bool = False
     """Whether parity is exact, or half precision explains the deviation."""
     fp32_twin: str = ""
-    """Parity verdict of a half-precision cell's fp32 twin, if any."""
+    """Parity verdict of a half-precision cell's fp32 twin; empty if there is no twin."""
 
 
 @dataclass(frozen=True)
@@ -217,22 +218,20 @@ class Disturbance:
 
 @dataclass(frozen=True)
 class CellResult:
-    """Results of a cell in one run, from each trial's last attempt; None is unknown.
-
-    Trials with a throughput count as finished. See harness/record/trial.py for shared columns.
-    """
+    """Results of a cell in one run, from the last attempt of each trial. None means unknown. Trials
+    with a throughput count as finished. See harness/record/trial.py for shared columns."""
 
     run_id: str
     cell: Cell
     cell_id: str
     status: str
     reason: str = ""
-    """Worst trial's reason, with a count if others ended differently."""
+    """Reason of the worst trial, with a count if other trials ended differently."""
     expected: bool = False
     verified: bool = False
-    """Whether parity holds in every ok trial."""
+    """Whether parity holds in every trial with status ok."""
     ranked: bool = False
-    """Whether its speed may be compared: ok, verified, with a throughput."""
+    """Whether the cell's speed may be compared: it is ok, verified, and has a throughput."""
     recorded_trials: int = 0
     trials: int = 0
     placement: Placement = Placement()
@@ -263,13 +262,13 @@ class CellResult:
         return dataclasses.replace(self, cell=self.cell.model_copy(update=fields))
 
     def throughput(self, column: str) -> Estimate | None:
-        """Returns the estimate of samples_per_second or tokens_per_second, if known."""
+        """Returns the estimate of samples_per_second or tokens_per_second; None if unknown."""
         value, low, high = (getattr(self.speed, column + end) for end in ("", "_low", "_high"))
         return None if value is None else Estimate(value, low, high, self.trials)
 
     @property
     def outcome(self) -> str:
-        """Status; `unverified` replaces ok without verified parity."""
+        """Status; `unverified` replaces ok if parity is not verified."""
         return self.status if self.status != "ok" or self.verified else UNVERIFIED
 
     @property
@@ -301,7 +300,7 @@ CAUSES: dict[Cause, str] = {
     "shared": "another process used its GPUs during",
     "throttled": "heat, hardware or a lowered power limit held its GPUs back in",
 }
-"""Description of each cause, before a number of trials."""
+"""Text for each cause, followed by a number of trials."""
 
 
 def disturbances(
@@ -320,7 +319,7 @@ def disturbances(
 
 
 def ended(trials: Sequence[TrialRecord]) -> Sequence[TrialRecord]:
-    """Drops interrupted trials, unless all were."""
+    """Returns the trials that were not interrupted, or all trials if all were interrupted."""
     return [trial for trial in trials if trial.status != "interrupted"] or trials
 
 

@@ -21,10 +21,10 @@ from harness.cell.errors import UsageError
 from harness.record.trial import NOT_LAUNCHED
 
 MEMORY_EFFECT = 0.05
-"""Smallest relative difference in peak memory that counts."""
+"""Relative difference in peak memory from which a difference counts."""
 MEMORY_EFFECT_BYTES = 2 * 2**20
-"""Smallest difference in peak memory that counts. Free space in the heap that ranks inherit from
-their fork server differs between runs."""
+"""Difference in peak memory from which a difference counts. The free space in the heap that ranks
+inherit from their fork server differs between runs."""
 
 Kind = Literal[
     "slower",
@@ -54,7 +54,7 @@ class ComparedCell:
     """Why throughputs are not compared; empty if they are."""
     throughput: Comparison | None = None
     memory: Comparison | None = None
-    """Ratio of B's peak to A's; None if unknown or measured differently."""
+    """Ratio of B's peak to A's; None if unknown, or if the two were measured differently."""
 
     @property
     def memory_verdict(self) -> MemoryVerdict | None:
@@ -218,7 +218,8 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 
 def compare_sides(first: RunSelection, second: RunSelection) -> RunComparison:
-    """Compares B (second) with A (first) by cell; raises UsageError without a common cell."""
+    """Compares B (second) with A (first) by cell. Raises UsageError if they have no cell in
+    common."""
     before, after = (grouped(side.cells, lambda cell: cell.cell_id) for side in (first, second))
     if not before.keys() & after.keys():
         raise UsageError(

@@ -50,7 +50,7 @@ JSON_COLUMNS: dict[str, type[object]] = {
     "allocation": object,
 }
 Finding: TypeAlias = tuple[str, str]
-"""Column, and what is wrong with its value."""
+"""Column with a wrong value, and what is wrong with it."""
 VOCABULARY: dict[str, tuple[str, ...]] = {
     "status": WORST_FIRST,
     "parity_verdict": (*VERIFIED, "diverged", "unknown"),
@@ -64,8 +64,8 @@ SIZES = re.compile(
 HEX = {"data_fingerprint": r"[0-9a-f]{64}", "git_commit": r"[0-9a-f]{7,40}\+?"}
 NEAR = 1e-6
 CYCLES = 2.0
-"""Largest factor between recorded throughput and that by step time, as some strategies communicate
-only every few steps."""
+"""Maximum factor between the recorded throughput and the one that follows from step times. They
+differ because some strategies communicate only every few steps."""
 
 
 def check(path: Path) -> Checked:
@@ -273,7 +273,7 @@ def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
 
 
 def first_known(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Returns each step's value from the first rank that has one."""
+    """Returns each step's value from the first rank that has a value."""
     return [next((v for v in step if v is not None), None) for step in zip(*ranks, strict=True)]
 
 
@@ -292,7 +292,7 @@ def loss_deviations(losses: Sequence[float | None], reference: Sequence[float]) 
 
 @dataclass(frozen=True)
 class Pass:
-    """Consecutive steps up to a rewind or the end."""
+    """Consecutive steps up to a rewind or to the end."""
 
     first: int
     losses: tuple[float | None, ...]
@@ -317,7 +317,7 @@ def passes(
 
 
 BLOCK = 12
-"""Most consecutive trials in which the machine's speed counts as constant."""
+"""Maximum number of consecutive trials in which the machine's speed counts as constant."""
 SHUFFLES = 2000
 LEAST_PROBABILITY = 0.01
 FEWEST_LABELS = 2
@@ -327,10 +327,10 @@ FEWEST_LABELS = 2
 class ControlLevel:
     launcher: str
     ratio: float
-    """Control time over neighbouring trials' median."""
+    """Control time over the median of neighbouring trials."""
     low: float
     high: float
-    """95% interval of the ratio."""
+    """Upper end of the ratio's 95% interval."""
     trials: int
 
 
@@ -348,7 +348,7 @@ class ControlLevels:
 
 
 def control_levels(trials: Sequence[TrialRecord]) -> ControlLevels | None:
-    """Returns levels over trials with a core per rank; None for fewer than two labels."""
+    """Returns levels over trials with a core per rank; None if they have fewer than two labels."""
     blocks = _blocks(trials)
     trials = [trial for block in blocks for trial in block]
     deviations = [value for block in blocks for value in _deviations(block)]

@@ -27,7 +27,7 @@ class Effect:
     pairs: int
     """Cells with the feature that have a twin without it."""
     alone: Comparison | None
-    """Throughput ratio with all else off, if measured."""
+    """Throughput ratio if only this feature is on; None if not measured."""
     alone_memory: float | None
     together: Comparison
     together_memory: float | None

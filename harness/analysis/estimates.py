@@ -73,7 +73,7 @@ def adjustment(cells: Mapping[str, Sequence[Window]]) -> Adjustment:
 
 T = TypeVar("T")
 FEWEST_FOR_PRIOR = 3
-"""Fewest variances for a prior; fewer are pooled."""
+"""Minimum number of variances for estimating a prior; fewer variances are pooled."""
 USUAL_POWER = -1.0
 """Exponent of steps per trial in the variance if few cells show it, as for independent steps."""
 FEWEST_FOR_TREND = 12
@@ -90,7 +90,7 @@ class Spread:
     variance: float
     degrees: float
     averaged: float = 1.0
-    """Timed steps per trial."""
+    """Number of timed steps per trial."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class VariancePrior:
     """Common variance of a run's cells."""
 
     variance: float
-    """Variance at `averaged` 1."""
+    """Variance of a trial with one timed step (`averaged` is 1)."""
     degrees: float
     """Degrees of freedom; infinite if cells' variances do not differ."""
     power: float = 0.0
@@ -193,11 +193,10 @@ class RunEstimates:
 
 
 def estimates_of(finished: Sequence[TrialRecord]) -> RunEstimates:
-    """Returns estimates from one run's trials with a throughput.
-
-    Trials of a heat are joined with the separate ones. A cell without separate trials has none to
-    tie its heats to, so its trials count as separate; only runs of older versions have such cells.
-    """
+    """Returns estimates from one run's trials that have a throughput. Trials of a heat (an
+    interleaved batch of trials) are joined with the separate trials. A cell without separate trials
+    has nothing to tie its heats to, so its trials count as separate; only runs of older versions
+    have such cells."""
     alone = {trial.cell_id for trial in finished if not trial.turn_began}
     in_heats = [trial for trial in finished if trial.turn_began and trial.cell_id in alone]
     estimates = _of_separate(
@@ -358,14 +357,14 @@ def steps_of(trial: TrialRecord) -> int:
 
 
 def windows_of(trial: TrialRecord) -> list[Window]:
-    """Returns a trial's windows; empty without a control."""
+    """Returns a trial's windows; empty if it had no control."""
     columns = (trial.window_step_seconds, trial.window_control_seconds)
     return [Window(*map(math.log, values)) for values in zip(*columns, strict=True)]
 
 
 def _kind(trial: TrialRecord) -> tuple[bool, bool]:
-    """Returns whether a trial keeps states on disk and is oversubscribed, which decides how its
-    times depend on core speed."""
+    """Returns whether a trial keeps states on disk and whether it is oversubscribed. Both decide
+    how its times depend on core speed."""
     return trial.offload_kept_bytes is not None, bool(trial.oversubscribed)
 
 

@@ -35,10 +35,8 @@ _SHUFFLES = 1999
 
 
 def change_points(values: Sequence[float], smallest: float) -> list[int]:
-    """Returns ascending indices at which new levels begin, see METHOD.
-
-    `smallest`: smallest relative change of the median that counts.
-    """
+    """Returns ascending indices at which new levels begin; see METHOD. `smallest`: relative change
+    of the median from which a change counts."""
     logs = [math.log(value) for value in values]
     edges = _split(logs, 0, smallest)
     for i in range(len(edges)):
@@ -128,7 +126,7 @@ def _statistics(ranks: np.ndarray) -> tuple[tuple[float, int], tuple[float, int,
 
 @functools.cache
 def _critical(n: int) -> tuple[float, float]:
-    """Returns critical values of both statistics, each at half of FALSE_ALARM_RATE."""
+    """Returns the critical values of both statistics, with half of FALSE_ALARM_RATE for each."""
     import numpy as np
 
     order = np.random.default_rng(n).permuted(
@@ -172,7 +170,7 @@ class Series:
     figure: Figure
     points: tuple[HistoryPoint, ...]
     elsewhere: int = 0
-    """Omitted runs, with other hardware or memory method."""
+    """Number of runs that are left out because their hardware or memory method differs."""
     failed: int = 0
 
     @property
@@ -212,7 +210,7 @@ class Series:
 
 
 def histories(cells: Sequence[MeasuredCell], figure: Figure) -> list[Series]:
-    """Returns a series per cell. `cells`: oldest run first."""
+    """Returns one series per cell. `cells`: from the oldest run to the newest."""
     by_id = grouped(cells, lambda cell: cell.cell_id)
     return [series for every in by_id.values() if (series := _series(every, figure))]
 

@@ -43,13 +43,13 @@ class MaxsizeResult:
     budget: int
     tokens: bool = False
     step: int | None = None
-    """Size added per search step."""
+    """Size that each search step adds."""
     parameters: int | None = None
-    """Largest size that trains, in parameters or tokens."""
+    """Maximum size that trains, in parameters or tokens."""
     next_parameters: int | None = None
-    """Smallest size that does not."""
+    """Minimum size that does not train, in parameters or tokens."""
     predicted: int | None = None
-    """Largest size that fits according to the formula."""
+    """Maximum size that fits according to the formula."""
     peak_memory_bytes: int | None = None
     setup_peak_memory_bytes: int | None = None
     parity: str | None = None
@@ -59,7 +59,7 @@ class MaxsizeResult:
     failed_in: str | None = None
     """Operation in which the next larger model ran out of memory."""
     failure: str = ""
-    """Failure of the next larger model, if not out of memory."""
+    """Failure of the next larger model; empty if it only ran out of memory."""
     holding: Holding | None = None
     formula: Mapping[str, float] = field(default_factory=dict)
     probes: int = 0
@@ -67,7 +67,8 @@ class MaxsizeResult:
 
     @property
     def largest_model(self) -> str:
-        """Largest size, such as `50.1M` or `4096 tokens`, else the status."""
+        """Largest size that trains, such as `50.1M` or `4096 tokens`; the status if there is
+        none."""
         return self.text(self.parameters) if self.parameters else self.status
 
     def text(self, size: int) -> str:
@@ -192,7 +193,8 @@ def maxsize_results(results: Results) -> list[MaxsizeResult]:
 class FinishedSearch:
     budget: int
     predicted: Mapping[str, SearchPlan]
-    """Predictions by cell id: step, size, and activations of the first and each further step."""
+    """Predictions by cell id: search step, size, and activations of the first step and of each
+    further step."""
     trials: Mapping[str, Sequence[TrialRecord]]
     unlimited: Sequence[TrialRecord]
     """Trials repeated without a memory limit, after failures not due to memory."""

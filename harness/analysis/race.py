@@ -1,12 +1,11 @@
-"""Chooses the cells that get the next trials: a race for the fastest of each setting.
+"""Chooses the cells that get the next trials: a race for the fastest cell of each setting.
 
-After its first trial, a cell drops out if noise cannot explain its distance from the fastest. The
-others get three trials each. Further trials go to the largest undecided setting, to leaders and
+After its first trial, a cell drops out if noise cannot explain its distance from the fastest. Each
+other cell gets three trials. Further trials go to the largest undecided setting, to leaders and
 challengers drawn by their chance of being the fastest (top-two sampling: Russo, Operations Research
-68, 2020).
-
-The largest setting, and then one that is drawn, race in heats: a few cells with the baseline, which
-ties the heats to each other, interleaved if the machine allows.
+68, 2020). The largest setting, and then one that is drawn, race in heats. A heat is an interleaved
+batch of trials: a few cells with the baseline, which ties the heats to each other. Its trials are
+interleaved if the machine allows.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ FAR_BEHIND = 4.5
 """Standard errors behind the fastest at which a cell drops out."""
 MOST_TRIES = 50
 RACE_ROUNDS = 3
-"""Trials of each contender before leaders and challengers are drawn."""
+"""Number of trials that each contender gets before leaders and challengers are drawn."""
 GAIN_ERROR = 0.005
 """Standard error of the fastest cell's gain at which its race may end (see
 docs/studies/statistical-power.md)."""
@@ -39,14 +38,15 @@ class Entrants:
     """Competing cells of one setting, by id."""
 
     speeds: Mapping[str, LogEstimate]
-    """Cells that may be recommended."""
+    """Estimates of the cells that may be recommended."""
     baseline: str
     smallest: Mapping[str, LogEstimate] = field(default_factory=dict)
-    """Cells with the lowest peak memory, which race separately."""
+    """Estimates of the cells with the lowest peak memory, which race separately."""
 
 
 def next_heats(settings: Sequence[Entrants], chance: random.Random) -> list[tuple[str, ...]]:
-    """Returns ids of the cells of each heat, alone or together; empty if nothing is open."""
+    """Returns ids of the cells of each heat; empty if nothing is open. Heats run alone or
+    together."""
     first, *others = sorted(settings, key=lambda setting: -len(setting.speeds)) or [
         Entrants({}, "")
     ]
@@ -72,7 +72,8 @@ def _is_open(setting: Entrants) -> bool:
 
 
 def _more_would_decide(speeds: Sequence[LogEstimate]) -> bool:
-    """Whether unlimited further trials with these means would decide more; allowances remain."""
+    """Returns whether any number of further trials would decide more if the means stay as they are.
+    The allowances remain, however many trials run."""
     if is_decided(speeds):
         return False
     certain = [replace(speed, error=0.0, level_error=0.0) for speed in speeds]
@@ -84,7 +85,7 @@ def _number_of_ties(speeds: Sequence[LogEstimate]) -> int:
 
 
 def is_decided(speeds: Sequence[LogEstimate]) -> bool:
-    """Whether the fastest is known, or all candidates are known to be tied."""
+    """Returns whether the fastest cell is known, or all candidates are known to be tied."""
     if len(speeds) < 2 or any(speed.degrees <= 0 for speed in speeds):
         return True
     first, second = sorted(speeds, key=lambda speed: -speed.mean)[:2]
@@ -134,8 +135,8 @@ def _drawn_heat(setting: Entrants, chance: random.Random) -> tuple[str, ...]:
 
 
 def contenders(cells: Mapping[str, LogEstimate]) -> set[str]:
-    """Returns ids of cells not far behind the fastest, or not known to be slower; all without a
-    spread."""
+    """Returns ids of cells that are not far behind the fastest, or not known to be slower; all of
+    them without a spread."""
     if not cells or any(speed.degrees <= 0 for speed in cells.values()):
         return set(cells)
     first = max(cells.values(), key=lambda speed: speed.mean)
@@ -176,19 +177,17 @@ if TYPE_CHECKING:
     Numbers = NDArray[np.float64]
 
 FEWEST_DEGREES = 4
-"""Degrees of freedom from which the spread between heats is used; with fewer, that of separate
-trials."""
+"""Degrees of freedom from which the spread between heats is used; with fewer, the spread of
+separate trials is used."""
 
 Heat = Mapping[str, float]
-"""Log throughput by cell id, up to a constant."""
+"""Log throughput by cell id, up to a constant that all cells of the heat share."""
 
 
 def heat_of(turns: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Returns a heat's log throughputs. `turns`: samples per second of each turn, by cell id.
-
-    Cells are compared with the mean of a cycle, in which each has one turn, so that slow spells
-    cancel. The median over cycles limits the weight of a single turn.
-    """
+    """Returns a heat's log throughputs. `turns`: samples per second of each turn, by cell id. Cells
+    are compared with the mean of a cycle, in which each cell has one turn, so that slow spells
+    cancel. The median over cycles limits the weight of a single turn."""
     cycles = [[math.log(rate) for rate in rates] for rates in zip(*turns.values(), strict=False)]
     means = [statistics.fmean(rates) for rates in cycles]
     level = statistics.fmean(means)
@@ -202,10 +201,8 @@ def heat_of(turns: Mapping[str, Sequence[float]]) -> dict[str, float]:
 def joined(
     separate: Mapping[str, LogEstimate], heats: Sequence[Heat]
 ) -> tuple[dict[str, LogEstimate], list[float]]:
-    """Returns the estimates from both, and the log level of each heat over that of the run.
-
-    `separate`: estimates by separate trials.
-    """
+    """Returns the estimates from separate trials and heats, and the log level of each heat over
+    that of the run. `separate`: estimates from separate trials."""
     spread = _spread(separate, heats)
     cells: dict[str, LogEstimate] = {}
     levels = [0.0] * len(heats)
@@ -239,8 +236,8 @@ def _solved(
     degrees: float,
     from_heats: bool,
 ) -> tuple[dict[str, LogEstimate], list[float]]:
-    """Once the heats' spread is known, they alone decide differences: separate trials would add
-    little, and a wrong weight would bias them."""
+    """Returns the estimates of one part. Once the heats' spread is known, they alone decide
+    differences: separate trials would add little, and a wrong weight would bias them."""
     import numpy as np
 
     design, values, names = _layout(heats)
@@ -271,7 +268,7 @@ def _solved(
 
 
 def _layout(heats: Sequence[Heat]) -> tuple[Numbers, Numbers, list[str]]:
-    """Returns the design (trials by cells, then heats), the values, and the cells' names."""
+    """Returns the design matrix (trials by cells, then heats), the values, and the cells' names."""
     import numpy as np
 
     names = sorted({name for heat in heats for name in heat})
@@ -289,8 +286,8 @@ def _layout(heats: Sequence[Heat]) -> tuple[Numbers, Numbers, list[str]]:
 def _spread(
     separate: Mapping[str, LogEstimate], heats: Sequence[Heat]
 ) -> tuple[float, float, bool]:
-    """Returns the variance in heats, its degrees of freedom, and whether heats show it; else it is
-    that of separate trials."""
+    """Returns the variance in heats, its degrees of freedom, and whether it was estimated from
+    heats. If not, it is the variance of separate trials."""
     import numpy as np
 
     design, values, names = _layout(heats)
@@ -307,7 +304,8 @@ def _spread(
 
 LEAST_VARIANCE = 1e-8
 LITTLE = 1e-4
-"""Share of their weight with which separate trials set only the common level."""
+"""Share of their weight that separate trials keep once heats decide the differences; it only sets
+the common level."""
 
 
 def _precision(separate: LogEstimate, variance: float) -> float:

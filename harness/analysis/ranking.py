@@ -106,7 +106,7 @@ def confident_that_beaten(cell: LogEstimate, others: Sequence[LogEstimate]) -> f
 
 
 _FURTHEST = 8.0
-"""Largest score; 6e-16 of a normal distribution lie beyond."""
+"""Maximum score; 6e-16 of a normal distribution lie beyond it."""
 
 
 class _Joint:
@@ -172,8 +172,8 @@ def compare(
     confidence: float = PAIR_CONFIDENCE,
     same_control: bool = True,
 ) -> Comparison | None:
-    """Returns the ratio of two cells' throughputs; None without trials. `same_control`: see
-    `between_runs`."""
+    """Returns the ratio of two cells' throughputs; None if a cell has no trials. `same_control`:
+    see `between_runs`."""
     first, second = cell.speed.log_throughput, other.speed.log_throughput
     if first is None or second is None:
         return None
@@ -192,8 +192,8 @@ def may_be_fastest(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def tied_with_previous(ranking: Sequence[CellResult]) -> list[bool]:
-    """Returns for each cell whether repeated trials allow both it and the one above to be the
-    fastest. `ranking`: fastest first."""
+    """Returns for each cell whether, if trials were repeated, both it and the cell above it could
+    be the fastest. `ranking`: fastest first."""
     ties = {
         id(cell)
         for group in by_setting(ranking)
@@ -210,7 +210,7 @@ def tied_with_previous(ranking: Sequence[CellResult]) -> list[bool]:
 
 @dataclass(frozen=True)
 class Precision:
-    """Relative half widths of the 95% intervals of throughput over the baseline's."""
+    """Relative half widths of the 95% intervals of throughput over the baseline's throughput."""
 
     cells: int
     median: float
@@ -250,8 +250,9 @@ Choice: TypeAlias = Callable[[Cell], bool]
 
 
 def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> CellResult | None:
-    """Returns a setting's baseline, if any: the plainest ranked cell that `chosen` accepts; by
-    default DDP under torchrun without options, else the single process. Prefers more trials."""
+    """Returns a setting's baseline: the plainest ranked cell that `chosen` accepts; None if it
+    accepts no cell. By default this is DDP under torchrun without options, or else the single
+    process. Prefers more trials."""
     ranked = [cell for cell in cells if cell.ranked]
     if chosen is not None:
         accepted = [result for result in ranked if chosen(result.cell)]
@@ -299,10 +300,9 @@ def _over(cell: CellResult, baseline: CellResult | None) -> CellResult:
 
 def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
     """Adds scaling efficiencies. Weak scaling compares cells of equal batch per device.
-
-    `efficiency_own` uses the one-device cell with as many micro-batches, else one with equally
-    large ones; `efficiency_single` the plain single process, else the same.
-    """
+    `efficiency_own` compares with the one-device cell of the same strategy: preferably with as many
+    micro-batches, otherwise with equally large ones. `efficiency_single` compares with the single
+    process, preferably without options."""
     single_devices: dict[tuple[object, ...], CellResult] = {}
     single: dict[tuple[object, ...], CellResult] = {}
     for cell in cells:
@@ -338,10 +338,8 @@ def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:
 
 
 def scaling_series(result: CellResult) -> tuple[tuple[object, ...], ...]:
-    """Returns keys of a scaling curve with equally many micro-batches, and with equally large ones.
-
-    Prefer the former.
-    """
+    """Returns two keys of a cell's scaling curve: by the number of micro-batches, and by their
+    size. Prefer the former."""
     cell = result.cell
     return series(cell), (*series(_one_micro_batch(cell)), micro_batch(result))
 
@@ -351,7 +349,7 @@ def _one_micro_batch(cell: Cell) -> Cell:
 
 
 def micro_batch(result: CellResult) -> float:
-    """Returns a data-parallel rank's samples per micro-batch."""
+    """Returns the number of samples in a micro-batch of one data-parallel rank."""
     cell = result.cell
     ranks = result.placement.data_parallel or cell.devices
     return cell.global_batch / ranks / cell.micro_batches

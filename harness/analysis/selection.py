@@ -148,7 +148,7 @@ class MeasuredCell:
 
     @property
     def peak(self) -> float | None:
-        """Fullest rank's peak bytes, median over trials."""
+        """Peak bytes of the fullest rank, median over trials."""
         peaks = self.result.memory.peak_by_round.values()
         return statistics.median(peaks) if peaks else None
 

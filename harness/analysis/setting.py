@@ -88,16 +88,14 @@ class GroupSize(NamedTuple):
     workload: str
     cells: int
     real: bool
-    """False if all cells have more ranks than cores."""
+    """Whether the setting ran on real hardware: False if all cells have more ranks than cores."""
     devices: int
 
 
 def heading(groups: Sequence[GroupSize]) -> int | None:
-    """Returns the index of a run's leading group, if any.
-
-    Prefers timed groups, then the main workload (in `groups[0]`), several cells, real hardware,
-    several devices, most cells.
-    """
+    """Returns the index of the group of cells that leads a run's report; None if there are no
+    groups. Prefers timed groups, then the main workload (in `groups[0]`), several cells, real
+    hardware, several devices, most cells."""
     main = next((g.workload for g in groups if g.timed), groups[0].workload if groups else "")
     order = [
         (g.timed, g.workload == main, g.cells > 1, g.real, g.devices > 1, g.cells, g.devices)
@@ -119,7 +117,7 @@ def batch(cell: Cell, regime: str | None = None) -> int:
 
 @dataclass(frozen=True)
 class System:
-    """Cells of one system; a cell without one forms its own."""
+    """Cells of one system, as the matrix numbers them; a cell without a system forms its own."""
 
     name: str
     cells: tuple[CellResult, ...]
@@ -176,7 +174,7 @@ def _judged(cell: CellResult, twins: Iterable[CellResult]) -> CellResult:
 
 
 def _verdict_of_nearest(cell: CellResult, twins: Iterable[CellResult]) -> str:
-    """Returns the worst parity of the twins closest in size; empty without twins."""
+    """Returns the worst parity of the twins closest in size; empty if there are no twins."""
     by_nearness: dict[int, list[str]] = {}
     for twin in twins:
         shared = sum(getattr(cell.cell, name) == getattr(twin.cell, name) for name in _SIZES)

@@ -37,7 +37,7 @@ SpeedVerdict = Literal["faster", "slower", "no difference seen"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean or median over trials with its 95% interval (None below two trials)."""
+    """Mean or median over trials with its 95% interval, which is None below two trials."""
 
     value: float
     low: float | None
@@ -60,7 +60,7 @@ MOST_DEGREES = 1000.0
 
 @dataclass(frozen=True)
 class LogEstimate:
-    """Mean logarithm over trials, with standard error and degrees of freedom."""
+    """Mean logarithm over trials, with its standard error and degrees of freedom."""
 
     mean: float
     error: float
@@ -69,16 +69,16 @@ class LogEstimate:
     control: float | None = None
     """Log of the control's usual time in the run; None without a control."""
     adjusted: bool = True
-    """Whether the mean is adjusted by the control, if there is one."""
+    """Whether the mean is adjusted by the control, if the run has one."""
     allowance: float = 0.0
     """Standard deviation of effects that repetition does not reduce."""
     level_error: float = 0.0
-    """Further error of the value, common to all cells of a `part`, which cancels in their ratios.
-    """
+    """Further error of the value, which all cells of a `part` share, so that it cancels in their
+    ratios."""
     part: int | None = None
     """Number of a group of connected heats; None outside heats."""
     included_level_error: float = 0.0
-    """Level error of heats that `error` includes, outside them."""
+    """Part of `error` that comes from the heats' level. It is nonzero only outside heats."""
 
     @property
     def whole_error(self) -> float:
@@ -93,7 +93,8 @@ class LogEstimate:
         return min(MOST_DEGREES, self.degrees * (1 + (self.allowance / self.error) ** 2) ** 2)
 
     def estimate(self, confidence: float = CONFIDENCE) -> Estimate:
-        """Returns the value with Student's t interval; none without a degree of freedom."""
+        """Returns the value with Student's t interval; without an interval if there is no degree of
+        freedom."""
         if self.degrees <= 0:
             return Estimate(math.exp(self.mean), None, None, self.trials)
         half = students_t(confidence, self.degrees) * math.hypot(self.error, self.level_error)
@@ -147,12 +148,11 @@ def between_runs(
     confidence: float = PAIR_CONFIDENCE,
     same_control: bool = True,
 ) -> Comparison:
-    """Returns the ratio of a cell's estimates in two runs, each adjusted by its run's control.
-
-    The interval allows for outliers, and for steps that slow down more or less than the control.
-    Without `same_control`, or if a run was not adjusted, it also covers the unadjusted ratio, which
-    is returned in the latter case. Degrees of freedom: Welch (Biometrika 34, 1947).
-    """
+    """Returns the ratio of a cell's estimates in two runs, each adjusted by its run's control. The
+    interval allows for outliers, and for steps that slow down more or less than the control.
+    Without `same_control`, or if a run was not adjusted, it also covers the unadjusted ratio; if a
+    run was not adjusted, the ratio itself is unadjusted. Degrees of freedom: Welch (Biometrika 34,
+    1947)."""
     mean, count = first.mean - second.mean, min(first.trials, second.trials)
     drift = 0.0
     if first.control is not None and second.control is not None:
@@ -183,10 +183,8 @@ def between_runs(
 
 
 def median_error(trials: int) -> float:
-    """Returns the standard error of the median over that of the mean, for normal values.
-
-    Within 1% of Hojo's values (Biometrika 23, 1931, pages 315 to 360).
-    """
+    """Returns the standard error of the median over that of the mean, for normal values. Within 1%
+    of Hojo's values (Biometrika 23, 1931, pages 315 to 360)."""
     if trials <= 2:
         return 1.0
     return math.sqrt(math.pi * trials / (2 * trials + (0.95 if trials % 2 else 2.65)))
@@ -202,8 +200,8 @@ def students_t(confidence: float, degrees: float) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the median with its 95% interval (None for one value): Student's t times a normal
-    median's standard error (Hojo, Biometrika 23, 1931)."""
+    """Returns the median with its 95% interval, which is None for one value. The interval is
+    Student's t times the standard error of a normal median (Hojo, Biometrika 23, 1931)."""
     median, count = statistics.median(values), len(values)
     if count < 2:
         return Estimate(median, None, None, count)
@@ -214,7 +212,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ratio of throughputs with its interval (None with too few trials)."""
+    """Ratio of throughputs with its interval, which is None with too few trials."""
 
     ratio: float
     low: float | None
@@ -260,7 +258,8 @@ def compare_runs(
 
 
 def comparison(mean: float, half: float | None, count: int) -> Comparison:
-    """Returns a ratio from its logarithm and half width, if known."""
+    """Returns a ratio from its logarithm and half width, without an interval if the half width is
+    unknown."""
     if half is None:
         return Comparison(math.exp(mean), None, None, count)
     high = math.exp(mean + half) if mean + half < 700 else math.inf

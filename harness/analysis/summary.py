@@ -85,7 +85,8 @@ def adjustment_of(trials: Iterable[TrialRecord]) -> Adjustment:
 
 
 def last_attempts(attempts: Sequence[TrialRecord]) -> Sequence[TrialRecord]:
-    """Returns the last attempt of each trial, omitting interrupted ones unless all were."""
+    """Returns the last attempt of each trial. Omits interrupted attempts unless all were
+    interrupted."""
     last = {trial.trial: trial for trial in sorted(attempts, key=lambda trial: trial.attempt)}
     return ended([last[number] for number in sorted(last)])
 
@@ -306,15 +307,15 @@ FORMULA = (
 def mfu(
     flops_per_step: float | None, step_seconds: float, devices: int, peak: float | None
 ) -> float | None:
-    """Returns model FLOPs utilisation, a fraction (PaLM, arXiv 2204.02311, appendix B), if the peak
-    is known."""
+    """Returns model FLOPs utilisation, a fraction (PaLM, arXiv 2204.02311, appendix B); None if the
+    peak is unknown."""
     if flops_per_step is None or peak is None or step_seconds <= 0:
         return None
     return flops_per_step / step_seconds / (devices * peak)
 
 
 def device_rate(trial: TrialRecord, utilization: float | None) -> float | None:
-    """Returns a device's FLOP/s at utilisation 1."""
+    """Returns the FLOP/s of a device at utilisation 1."""
     if not (utilization and trial.flops_per_step and trial.samples_per_second):
         return None
     steps_per_second = trial.samples_per_second / trial.global_batch
@@ -360,11 +361,9 @@ class GpuTime:
 def gpu_time(
     profile: ProfileRecord, flops_per_device: float | None, matmul_rate: float | None
 ) -> GpuTime | None:
-    """Breaks down a profiled step, if a GPU was profiled.
-
-    `flops_per_device`: model FLOPs per step, with attention. `matmul_rate`: measured FLOP/s. Idle
-    time excludes the profiler's overhead.
-    """
+    """Breaks down a profiled step; None if no GPU was profiled. `flops_per_device`: model FLOPs per
+    step, with attention. `matmul_rate`: measured FLOP/s. Idle time excludes the profiler's
+    overhead."""
     by_part = {part: getattr(profile, f"gpu_{part}_seconds") for part in GPU_PARTS}
     if not all(by_part.values()):
         return None

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from pydantic_core import PydanticCustomError
 
 BASELINE = "single"
-"""Strategy that all others are compared with: one process on one device."""
+"""Strategy that every other strategy is compared with: one process on one device."""
 TECHNIQUES = ("micro_batches", "recompute", "compile", "checkpoint")
 """Axes that change how a strategy trains but not the result; off at their defaults."""
 SAME_TRAINING = {"adamw_foreach": "adamw", "adamw_fused": "adamw"}
@@ -41,9 +41,9 @@ class Cell(BaseModel):
     strategy: str
     """Name of the strategy, see `bench list strategies`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the strategy; omitted ones keep their defaults."""
+    """Options of the strategy; options that are left out keep their defaults."""
     defaults: dict[str, Any] = Field(default_factory=dict)
-    """Default values of the omitted options. Filled in by the suite."""
+    """Default values of the options that are left out. Filled in by the suite."""
     workload: str = "llama-mini"
     """Name of the workload, see `bench list workloads`."""
     data: str = "stdlib"
@@ -56,7 +56,7 @@ class Cell(BaseModel):
     """Number of machines, with equally many devices each."""
     links: str = ""
     """Emulated link between the nodes: `none` (unshaped), `1gbit`, or `1gbit 1ms` (rate, one-way
-    delay). Empty: the real network."""
+    delay). If empty, the nodes use the real network."""
     strategy_digest: str = ""
     """Digest of the user's file that defines the strategy. Filled in by the suite."""
     workload_digest: str = ""
@@ -71,7 +71,7 @@ class Cell(BaseModel):
     global_batch: int = Field(default=8, ge=1)
     """Samples per optimizer step across all devices."""
     micro_batches: int = Field(default=1, ge=1)
-    """Micro-batches per rank and step, for gradient accumulation or a pipeline."""
+    """Micro-batches per rank and step: gradient accumulation, or a pipeline's micro-batches."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What each block recomputes in backward: nothing, all but matrix products and attention, or
     everything."""
@@ -79,11 +79,11 @@ class Cell(BaseModel):
     """What torch.compile compiles: nothing or each block. `block_cudagraphs` also replays kernels
     as CUDA graphs (mode `reduce-overhead`)."""
     checkpoint: Literal["none", "full", "sharded", "async"] = "none"
-    """How the state is saved before all ranks are killed and new ones resume: in one file, sharded
-    by rank, or sharded during training."""
+    """How the state is saved before all ranks are killed and new ranks resume from it: in one file,
+    sharded by rank, or sharded while training goes on."""
     checkpoint_from: str = ""
-    """Strategy and number of devices that save the checkpoint, such as `fsdp2 x2`; empty: this
-    cell's."""
+    """Strategy and number of devices that save the checkpoint, such as `fsdp2 x2`. If empty, the
+    cell saves its own."""
     optimizer: Literal["adamw", "adamw_foreach", "adamw_fused", "adamw_8bit", "muon", "sgd"] = (
         "adamw"
     )
@@ -95,7 +95,7 @@ class Cell(BaseModel):
     """AdamW's eps; the default follows Llama's recipe. At 1e-8 AdamW hides a wrong gradient scale
     and amplifies rounding noise."""
     clip_norm: float | None = Field(default=None, gt=0)
-    """Global 2-norm that gradients are clipped to; None: no clipping."""
+    """Global 2-norm that gradients are clipped to. If None, they are not clipped."""
     schedule: Literal["constant", "warmup_cosine"] = "constant"
     """Learning rate over the parity segment: constant, or linear warm-up and cosine decay to
     10%."""
@@ -186,7 +186,7 @@ class Cell(BaseModel):
 
     @property
     def recipe(self) -> str:
-        """Recipe fields that are not at their defaults, such as `clip_norm=0.5,
+        """Recipe fields that differ from their defaults, such as `clip_norm=0.5,
         schedule=warmup_cosine`."""
         return ", ".join(f"{k}={getattr(self, k)}" for k in RECIPE if self.is_set(k))
 

@@ -47,7 +47,7 @@ class Unavailable(Exception):
 
 
 def first_error(error: ValidationError) -> str:
-    """Returns the first error: the field, what is wrong, and the value."""
+    """Returns the first validation error: the field, what is wrong, and the value."""
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"])
     return f"{field}: {first['msg']}, got {first['input']!r}"

@@ -19,9 +19,10 @@ class Layout:
     sequence: int = 1
     """Ranks on the same samples, each with its part of the tokens."""
     devices_per_process: int = 1
-    """More than 1 for DataParallel."""
+    """Devices that one process drives; more than 1 only for DataParallel."""
     servers: int = 0
-    """Parameter servers: further, highest ranks that hold the model but get no samples."""
+    """Number of parameter servers: additional ranks, the highest, that hold the model but get no
+    samples."""
 
     @property
     def devices(self) -> int:
@@ -66,9 +67,9 @@ class Tolerance:
     """Allowed deviation from the reference, and why."""
 
     loss: float
-    """Largest |loss - reference| / |reference| in the segment."""
+    """Maximum allowed |loss - reference| / |reference| in the segment."""
     update: float
-    """Largest |parameters - reference| / |reference's update| of a tensor."""
+    """Maximum allowed |parameters - reference| / |reference's update| of a tensor."""
     reason: str
     tensors: Mapping[str, float] = field(default_factory=dict)
     """Wider update limits of some tensors."""
@@ -123,13 +124,14 @@ class Batch:
     inputs: Tensor
     labels: Tensor
     label_tokens: float | None = None
-    """Divisor of the summed token losses: mean label tokens per part of the global batch. None: the
-    batch's number of labels."""
+    """What the sum of token losses is divided by: the global batch's label tokens over its number
+    of parts. If None, this batch's own label tokens."""
     keys: Tensor | None = None
-    """(samples, tokens): keys of the dropout masks, the same in every layout; None without
+    """Keys of the dropout masks, shape (samples, tokens), the same in every layout. None without
     dropout."""
     positions: Tensor | None = None
-    """(samples, tokens): each token's position in its document; None if samples are not packed."""
+    """Position of each token in its document, shape (samples, tokens). None if samples are not
+    packed."""
 
     def split(self, parts: int) -> Iterator[Batch]:
         return (self.part(number, parts) for number in range(parts))
@@ -157,7 +159,7 @@ class States:
     library: float = 0.0
     """Library copies and buffers: communication buckets, fp32 master weights, memory pools."""
     transient: float = 0.0
-    """Peak of further allocations within a step: gradients until the update, gathered
+    """Peak of what a step allocates in addition: gradients until the update, gathered
     parameters."""
 
     @property
@@ -169,5 +171,5 @@ StateKind = Literal["parameters", "gradients", "optimizer", "library"]
 Retained = tuple[StateKind, str, "Tensor | int"]
 """Kind, name, and the tensor, or its bytes if the library does not expose the tensor."""
 TrainStep = Callable[[Batch], "Tensor | None"]
-"""Runs one optimizer step on a rank's share of a batch; returns its mean loss, if the rank has
-one."""
+"""Runs one optimizer step on a rank's share of a batch. Returns its mean loss, or None if the rank
+has no loss."""

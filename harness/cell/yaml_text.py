@@ -29,7 +29,7 @@ def parse_yaml(text: str | bytes, where: str) -> Any:
 
 
 def require_keys(keys: Iterable[str], allowed: Iterable[str], where: str) -> None:
-    """Raises UsageError for the first unknown key, with the nearest known one."""
+    """Raises UsageError for the first unknown key, with the nearest allowed key."""
     names = list(allowed)
     for key in keys:
         if key not in names:
@@ -42,10 +42,9 @@ Value = TypeVar("Value")
 
 
 def parsed(kind: type[Value], text: str | bytes) -> Value:
-    """Returns the value of a type, such as a dataclass; raises ValueError for another text.
-
-    Python's own parser reads the lone surrogates that a rank's error message may contain.
-    """
+    """Returns the value of a type, such as a dataclass, from JSON. Raises ValueError if the text
+    has another form. Python's own parser reads the lone surrogates that a rank's error message may
+    contain."""
     try:
         content = json.loads(text)
     except RecursionError:

@@ -131,7 +131,8 @@ def _require_plain(cell: Cell, workload: Workload) -> None:
 
 
 def plan_of(strategy: Strategy, cell: Cell, to: str) -> Export | None:
-    """Returns the strategy's export, if any; ignores inherited ones, which train differently."""
+    """Returns the strategy's export; None if it has none. Ignores inherited exports, which train
+    differently."""
     plan = _plan_or_reason(strategy, cell, to)
     return None if isinstance(plan, Refused) else plan
 
@@ -160,8 +161,8 @@ def _spans_nodes(cell: Cell, to: str) -> bool:
 
 
 def taken_by(to: str) -> list[str]:
-    """Returns strategies that export to this target with default options on four devices, the
-    fewest for 3D parallelism."""
+    """Returns the strategies that export to this target with default options on four devices, which
+    is the minimum for 3D parallelism."""
     plain = {
         name: (kind(), Cell(strategy=name, devices=4))
         for name, kind in strategies().items()

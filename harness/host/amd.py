@@ -19,7 +19,8 @@ _ASK_SECONDS = 120.0
 
 
 def torch_build(runtime: str) -> str | None:
-    """Returns the version of `hip` or `xpu` that the installed torch is built for, if any."""
+    """Returns the version of `hip` or `xpu` that the installed torch is built for; None if it is
+    not built for it."""
     if torch := sys.modules.get("torch"):
         found = getattr(torch.version, runtime, None)
         return str(found) if found else None
@@ -40,7 +41,7 @@ def _version_facts(package: str) -> dict[str, object]:
 
 
 def rocm_version() -> str | None:
-    """Returns the version of HIP that torch is built for, if any."""
+    """Returns the version of HIP that torch is built for; None if it is built for none."""
     return torch_build("hip")
 
 

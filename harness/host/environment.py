@@ -107,7 +107,7 @@ def unused_gpus() -> str | None:
 
 
 def _not_found() -> str | None:
-    """Returns why the host's GPUs are not visible, if it has any."""
+    """Returns why the host's GPUs are not visible; None if it has none."""
     from harness.cell.cell import OTHER_DEVICES
     from harness.host.amd import amd_gpus, rocm_version, torch_build
     from harness.host.nvml import why_nvml_fails

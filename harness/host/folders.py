@@ -1,7 +1,7 @@
 """Temporary folders that are removed even if their process is killed, and the cache folder.
 
-A process locks its folder (flock), and the next one on its host removes unlocked ones. Hosts may
-not see each other's locks, so a folder is named after its host.
+A process locks its folder (flock), and the next process on its host removes folders that are not
+locked. Hosts may not see each other's locks, so a folder is named after its host.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from harness.host.process import machine_id
 
 PREFIX = "parallelism-bench-scratch-"
 _LONGEST_SOCKET_BYTES = 107
-"""Longest path of a socket: struct sockaddr_un of unix(7), without the final zero."""
+"""Maximum length of a socket's path: struct sockaddr_un of unix(7), without the final zero."""
 _LISTENER = "listener-12345678"
-"""Name like multiprocessing's, the longest of a socket in a scratch folder."""
+"""A name like multiprocessing's: the longest of any socket in a scratch folder."""
 
 
 def host_marks() -> tuple[str, str]:

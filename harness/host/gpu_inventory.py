@@ -68,7 +68,7 @@ def rocm_gpus() -> tuple[TorchGpu, ...]:
 
 @functools.cache
 def _visible_to_rocm(variables: tuple[str | None, ...]) -> tuple[TorchGpu, ...]:
-    """Cached, because asking torch takes seconds."""
+    """Returns the GPUs that torch for ROCm shows. Cached, because asking torch takes seconds."""
     return torch_gpus()
 
 
@@ -199,7 +199,7 @@ _NVLINK_VERSIONS = dict(
 
 @dataclass(frozen=True)
 class GpuFacts(Gpu):
-    """Identity and settings of a GPU; None if not reported."""
+    """Identity and settings of a GPU. Values that it does not report are None."""
 
     ecc: bool | None = None
     persistence: bool | None = None

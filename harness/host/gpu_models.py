@@ -16,14 +16,15 @@ from harness.cell.errors import UsageError
 MEBIBYTE = 2**20
 TERA = 1e12
 MESH = 8
-"""Most GPUs that Infinity Fabric joins directly in a node."""
+"""Maximum number of GPUs in a node that Infinity Fabric joins directly."""
 GIGA = 1e9
 NVIDIA = "NVIDIA"
 
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One product; None for figures that are not stated, or stated inconsistently."""
+    """One product. Figures that its data sheet does not state, or states inconsistently, are
+    None."""
 
     product_name: str
     """Exact name by NVML, or by torch for ROCm, without the maker."""
@@ -35,11 +36,12 @@ class GpuModel:
     fp32_flops_per_second: float | None
     """Dense peak without tensor cores, so without TF32."""
     bf16_flops_per_second: float | None
-    """Dense peak of tensor cores with fp32 sums; None before Ampere."""
+    """Dense peak of tensor cores with fp32 sums. None for GPUs before Ampere."""
     fp16_flops_per_second: float | None
     memory_bytes_per_second: float | None
     nvlink_bytes_per_second: float | None
-    """Bandwidth of one GPU, both directions; None if absent or an optional bridge."""
+    """Bandwidth of one GPU's NVLink, both directions. None if it has none, or only as an optional
+    bridge."""
     fabric_bytes_per_second: float | None
     """Bandwidth of the Infinity Fabric link between two GPUs, both directions; None unless each
     pair of a node has one."""
@@ -59,11 +61,9 @@ class GpuModel:
         return peaks[precision]
 
     def peer_bytes_per_second(self, gpus: int) -> float | None:
-        """Returns the bandwidth between one GPU and the others of `gpus` in a node, both
-        directions; None without NVLink and Infinity Fabric.
-
-        NVLink's switch gives each pair all links of a GPU, Infinity Fabric one link.
-        """
+        """Returns the bandwidth between one GPU and the other GPUs among `gpus` in a node, both
+        directions. None without NVLink and Infinity Fabric. NVLink's switch gives each pair all
+        links of a GPU; Infinity Fabric gives it one link."""
         fabric = self.fabric_bytes_per_second
         return self.nvlink_bytes_per_second or (fabric and fabric * (min(gpus, MESH) - 1))
 
@@ -126,7 +126,8 @@ def _by_name() -> dict[str, GpuModel]:
 
 
 def gpu_model(device_name: str | None) -> GpuModel | None:
-    """Returns the product with exactly this name, if known; slices (MIG, vGPU) have other names."""
+    """Returns the product with exactly this name; None if unknown. Slices (MIG, vGPU) have other
+    names."""
     if not device_name:
         return None
     return _by_name().get(device_name)
@@ -141,7 +142,7 @@ _IGNORED = re.compile(
     r"nvidia|amd|instinct|geforce|tesla|quadro|generation|hbm3|hbm2e|sxm\d?(?!\d)|[^a-z0-9]|"
     "(?<=g)i(?=b)"
 )
-"""What does not matter in a GPU's name; GiB counts as GB."""
+"""Parts of a GPU's name that do not matter; GiB counts as GB."""
 
 
 @functools.cache
@@ -168,9 +169,7 @@ def parse_gpus(text: str) -> tuple[int, GpuModel]:
 
 def gpu_named(text: str) -> GpuModel:
     """Returns the GPU called `4090`, `rtx-4090-24gb`, `h100` or `A100 80GB` (gpu_models.yaml).
-
-    Raises UsageError with the nearest names if none or several match.
-    """
+    Raises UsageError with the nearest names if no GPU or several GPUs match."""
     plain = _plain(text)
     if model := _by_plain_name().get(plain):
         return model

@@ -26,9 +26,10 @@ REASONS = (
 )
 """Reasons for lowered clocks, in the bit order of nvmlClocksEventReasons (nvml.h)."""
 _SLOWED = ("thermal slowdown by the driver", "thermal slowdown by hardware", "power brake")
-"""Reasons that mark a trial; not a power cap, at which busy GPUs run."""
+"""Reasons for which a trial is marked. A power cap is not among them, because busy GPUs run at
+it."""
 _SLOWED_UNLESS_IDLE = "hardware slowdown"
-"""Also reported by an idle GPU that changes its clocks (nvml.h)."""
+"""Reason that an idle GPU also reports while it changes its clocks (nvml.h)."""
 _LOWERED = 0.99
 """Fraction of the default power limit below which a limit counts as lowered."""
 
@@ -88,7 +89,7 @@ class GpuUse:
     context_bytes: int | None = None
     """`process_bytes` minus torch's reserved bytes: CUDA context and communication buffers."""
     unanswered: str = ""
-    """Why energy, clocks and process memory are unknown; else empty."""
+    """Why energy, clocks and process memory are unknown; empty if they are known."""
 
 
 def decoded(reasons: int) -> tuple[str, ...]:

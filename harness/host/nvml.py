@@ -16,7 +16,7 @@ from harness.host.amd import rocm_version
 
 Handle = NewType("Handle", object)
 _MOST_STARTS = 1000
-"""Bound on starts, since libraries may never end NVML."""
+"""Maximum number of shutdowns tried, since libraries may have started NVML without ending it."""
 _NO_DRIVER = (9, 12)
 """NVML's error codes for a driver that is not loaded, and for a missing library (nvml.h)."""
 
@@ -28,7 +28,7 @@ class GpuProcess:
 
 
 class Nvml:
-    """A started NVML; methods return None for what it does not answer."""
+    """A started NVML. Its methods return None for what it does not answer."""
 
     def __init__(self, pynvml: Any) -> None:
         self._pynvml = pynvml
@@ -38,7 +38,7 @@ class Nvml:
 
     @classmethod
     def start(cls) -> Nvml | None:
-        """Returns None without library or driver, and under ROCm."""
+        """Starts NVML. Returns None without its library or driver, and under ROCm."""
         if rocm_version():
             return None
         try:
@@ -137,7 +137,7 @@ def nvml() -> Iterator[Nvml | None]:
 
 
 def why_nvml_fails() -> str:
-    """Returns NVML's error if it does not start although there is a driver; else empty."""
+    """Returns NVML's error if it does not start although there is a driver; empty if it does."""
     try:
         import pynvml
 

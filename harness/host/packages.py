@@ -1,9 +1,9 @@
-"""Python packages: required ones, hidden ones, and libraries that setup could not build.
+"""Python packages: those required, those hidden, and libraries that setup could not build.
 
-Imports only the standard library, because others may be missing.
-
-`python -m harness.host.packages LIBRARY` prints the path of the file that says why it was not
-built. VERSION LOG FOLDER REMEDY: writes that file and prints the log's first error.
+Imports only the standard library, because other packages may be missing. `python -m
+harness.host.packages LIBRARY` prints the path of the file that says why it was not built. `python
+-m harness.host.packages VERSION LOG FOLDER REMEDY` writes that file and prints the log's first
+error.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def require(requirements: Mapping[str, str] = REQUIREMENTS) -> None:
 
 
 def missing(requirements: Mapping[str, str]) -> str:
-    """Returns which packages are missing or outdated, and the remedy; else empty."""
+    """Returns which packages are missing or outdated, and the remedy; empty if there are none."""
     lacking = unmet(requirements)
     if not lacking:
         return ""
@@ -79,10 +79,8 @@ def unmet(requirements: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _version(spec: ModuleSpec, name: str) -> str:
-    """Returns the version in a module's metadata; else empty.
-
-    importlib.metadata takes longer than all other checks together.
-    """
+    """Returns the version in a module's metadata; empty if it has none. importlib.metadata takes
+    longer than all other checks together."""
     folder = Path(spec.origin or "").parent
     if spec.submodule_search_locations:
         folder = folder.parent
@@ -102,7 +100,8 @@ _MODULES = cast("dict[str, ModuleType | None]", sys.modules)
 
 
 def hide(package: str) -> None:
-    """Makes a package look uninstalled until `show`, if not yet imported."""
+    """Makes a package look uninstalled until `show` is called. Does nothing if it is already
+    imported."""
     _MODULES.setdefault(package, None)
 
 
@@ -157,7 +156,7 @@ def reason_file(library: str) -> Path:
 
 
 def unbuilt(library: str) -> Unbuilt | None:
-    """Returns why setup could not build a library, if it failed."""
+    """Returns why setup could not build a library; None if it did not fail."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Unbuilt(**json.loads(reason_file(library).read_text()))
     return None

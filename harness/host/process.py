@@ -162,7 +162,8 @@ def copy_shared_pages() -> int:
 
 
 def _present_pages(page: int) -> Iterator[tuple[int, int]]:
-    """Yields runs of present pages in private writable mappings: first and past the last."""
+    """Yields runs of present pages in private writable mappings: the first page, and the one past
+    the last."""
     import numpy as np
 
     with open("/proc/self/maps") as maps, open("/proc/self/pagemap", "rb", buffering=0) as entries:
@@ -184,7 +185,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Ended:
-    """A call without a result."""
+    """How a call ended that gave no result."""
 
     reason: str
 

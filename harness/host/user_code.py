@@ -44,7 +44,8 @@ def user_class(name: str) -> UserClass:
 
 
 def entry_point_class(group: str, name: str) -> UserClass | None:
-    """Returns the class that an installed package declares under this name, if any does."""
+    """Returns the class that an installed package declares under this name; None if no package
+    does."""
     point = entry_points(group).get(name)
     if point is None:
         return None
@@ -54,10 +55,8 @@ def entry_point_class(group: str, name: str) -> UserClass | None:
 
 @functools.cache
 def entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
-    """Returns a group's entry points by name, of equal names the first.
-
-    Cached, because it reads the metadata of all packages: 50 ms if there are 150.
-    """
+    """Returns a group's entry points by name. If two have equal names, the first counts. Cached,
+    because it reads the metadata of all packages: 50 ms if there are 150."""
     points = importlib.metadata.entry_points(group=group)
     return {point.name: point for point in reversed(tuple(points))}
 

@@ -58,8 +58,9 @@ class InterleavedLauncher:
         on_progress: Callable[[int, float], None] | None = None,
     ) -> list[Outcome]:
         """Runs all trials interleaved; a first turn includes start, setup and warm-up. During a
-        turn, other trials' ranks are stopped. Only a trial's turns count in its times.
-        KeyboardInterrupt makes all `interrupted`, since only the whole set is comparable."""
+        turn, the ranks of the other trials are stopped. Only its own turns count in a trial's
+        times. KeyboardInterrupt makes all trials `interrupted`, since only the whole set is
+        comparable."""
         with scratch_folder() as folder:
             return self._together(folder, launches, on_progress)
 
@@ -103,7 +104,7 @@ class _LauncherProcess:
         self.packages = packages
         context = multiprocessing.get_context("spawn")
         self.waited: MutableSequence[float] = context.Array("d", 2, lock=False)
-        """Seconds waited for turns, and start of the current wait (0: none)."""
+        """Seconds waited for turns, and the start of the current wait (0 if it does not wait)."""
         self.pool = ProcessPoolExecutor(1, context, _begin, (packages, self.waited))
         with caller_not_imported():
             self._pid = self.pool.submit(_warm)

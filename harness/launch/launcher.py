@@ -255,7 +255,8 @@ class Launcher:
         self._ignored.add(pid)
 
     def _kill(self, scratch: str, ranks: range) -> list[psutil.Process]:
-        """Kills the ranks' sessions and all descendants, even orphaned or unregistered."""
+        """Kills the ranks' sessions and all descendants, even those orphaned or never
+        registered."""
         for pid in pids_by_rank(scratch, ranks).values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)

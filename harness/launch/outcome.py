@@ -37,7 +37,7 @@ class Outcome:
     nodes: list[Facts] = field(default_factory=list)
     link: Facts = field(default_factory=dict)
     checkpoint: Facts = field(default_factory=dict)
-    """Columns about a checkpoint, by name."""
+    """Values of the columns about a checkpoint, by name."""
 
     @property
     def startup_seconds(self) -> float | None:
@@ -61,7 +61,7 @@ class RankOutputs:
     stacks: dict[int, str] = field(default_factory=dict)
     exit_codes: dict[int, int] = field(default_factory=dict)
     groups: dict[int, list[GroupState]] = field(default_factory=dict)
-    """Entered collectives of each rank asked; empty without an answer."""
+    """Collectives that each rank had entered when asked; empty if it did not answer."""
     hang: Hang | None = None
     timed_out: bool = False
     interrupted: bool = False
@@ -69,7 +69,7 @@ class RankOutputs:
     oom_kills: int = 0
     """Processes of this control group that the OOM killer ended."""
     ended: str = ""
-    """How a library's launcher ended; only it knows which rank ended first."""
+    """How a library's launcher ended; only the launcher knows which rank ended first."""
 
     def read(self, scratch: str, ranks: Iterable[int]) -> None:
         for rank in ranks:

@@ -23,20 +23,22 @@ from harness.worker.spec import Checkpointing
 
 @dataclass(frozen=True)
 class RestartedLaunch:
-    """A launch that saves and is killed, and one that loads and continues."""
+    """A launch that saves a checkpoint and is killed, and a second one that loads it and
+    continues."""
 
     saves: Launch
     loads: Launch
     after: int = field(kw_only=True)
     bitwise: bool = False
-    """Whether loaded tensors must equal saved ones bitwise; a wide tolerance would hide errors."""
+    """Whether loaded tensors must equal the saved tensors bitwise; a wide tolerance would hide
+    errors."""
 
     @property
     def same(self) -> bool:
         return self.saves.cell == self.loads.cell
 
     def run(self, launcher: LauncherProtocol, on_progress: Callable[[int, float], None]) -> Outcome:
-        """Runs both, if the first one saved an intact checkpoint."""
+        """Runs both launches; the second one only if the first saved an intact checkpoint."""
         with scratch_folder() as scratch:
             folder = scratch / "checkpoint"
             folder.mkdir()
@@ -118,7 +120,7 @@ def checkpoint_facts(
 def not_restored(
     saved: Sequence[SavedAnswer], loaded: Sequence[LoadedAnswer], tensors: bool
 ) -> str:
-    """Returns which step counters, or tensors if asked, a library did not restore."""
+    """Returns which step counters a library did not restore, and with `tensors` which tensors."""
     for rank, (saved_value, other) in enumerate(zip(saved, loaded, strict=False)):
         before, after = saved_value.state, other.state
         if before.counters != after.counters:
@@ -135,8 +137,8 @@ def not_restored(
 
 
 def joined(saved: Sequence[SavedAnswer], answers: Sequence[RankAnswer]) -> tuple[RankAnswer, ...]:
-    """Returns the new ranks' answers, preceded by the steps before the checkpoint, with their mean
-    loss over ranks, whose number may differ."""
+    """Returns the new ranks' answers, preceded by the steps before the checkpoint. Those get the
+    mean loss over the old ranks, whose number may differ."""
     ranks = [rank.steps for rank in saved]
     losses = mean_losses([[step.loss for step in steps] for steps in ranks])
 

@@ -23,7 +23,7 @@ from harness.worker.reporting import RENDEZVOUS, GroupState, groups_file, questi
 from harness.worker.spec import pid_file, stacks_file
 
 VARIABLE = "PARALLELISM_BENCH_HANG_SECONDS"
-"""Environment variable: seconds of silence that count as a hang; 0: never."""
+"""Environment variable with the seconds of silence that count as a hang; 0 turns this off."""
 SECONDS = 15.0
 COLD_GPU_SECONDS = 60.0
 """Seconds that count as a hang before the first GPU step, since GPUs and NCCL start without using a
@@ -34,7 +34,7 @@ LOOK_SECONDS = 0.5
 _BUSY_SHARE = 0.05
 """Share of a core that counts as work."""
 _BYTES_LIKE_A_SECOND = 1e8
-"""Bytes of I/O that count as one second of work."""
+"""Number of bytes of I/O that count as one second of work."""
 _PY_SPY_SECONDS = 10
 
 
@@ -76,7 +76,7 @@ class Silence:
         unseen. `on_gpus`: see COLD_GPU_SECONDS."""
         self.scratch, self.ranks, self.pids = scratch, tuple(ranks), pids
         self._waits_for_nodes = {RENDEZVOUS: float(RENDEZVOUS_SECONDS)} if other_nodes else {}
-        """Least allowed silence in seconds, by phase."""
+        """Minimum allowed silence in seconds, by phase."""
         self.allowed = allowed_seconds()
         self._cold_seconds = COLD_GPU_SECONDS if on_gpus else 0.0
         self._silent: dict[int, float] = {}
@@ -84,7 +84,7 @@ class Silence:
         self._work: dict[int, float] = {}
 
     def look(self, passed: float) -> Hang | None:
-        """Checks all ranks, `passed` seconds after the last check; returns any hang."""
+        """Checks all ranks, `passed` seconds after the last check. Returns the hang, or None."""
         if not self.allowed:
             return None
         passed, pids = min(passed, 4 * LOOK_SECONDS), self.pids()
@@ -169,8 +169,8 @@ def read_groups(scratch: str, rank: int) -> list[GroupState]:
 
 
 def missing(groups: Mapping[int, list[GroupState]], stacks: Mapping[int, str]) -> str:
-    """Describes which ranks the others wait for, by entered collectives, or else by who is inside a
-    communication library; empty if unknown."""
+    """Describes which ranks the other ranks wait for, by entered collectives, or else by who is
+    inside a communication library. Empty if unknown."""
     by_group: dict[str, dict[int, GroupState]] = {}
     for rank, states in groups.items():
         for state in states:
@@ -208,7 +208,7 @@ _COMMUNICATES = (
     "_parameter_server",
 )
 _INNERMOST = 6
-"""Innermost stack frames searched for a communication library."""
+"""Number of innermost stack frames that are searched for a communication library."""
 
 
 def _communicates(stack: str) -> bool:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 START_SECONDS = 120.0
 MEASUREMENTS = 2
-"""Measurements per link; the best counts, since other work only slows a link."""
+"""Number of measurements per link; the best one counts, since other work only slows a link."""
 
 
 class NoLinks(Exception):
@@ -70,7 +70,8 @@ class _Process:
 
 @functools.cache
 def unsupported_reason() -> str:
-    """Returns why links cannot be emulated (tried once), with a remedy; else empty."""
+    """Returns why links cannot be emulated, with a remedy; empty if they can. Tries it only
+    once."""
     if sys.platform != "linux":
         return "emulated links are network namespaces, which only Linux has"
     if missing := {tool: package for tool, package in TOOLS.items() if not shutil.which(tool)}:
@@ -104,11 +105,12 @@ class EmulatedNodes:
 
     @property
     def pid(self) -> int | None:
-        """Returns the switch's process id, the parent of all others, once started."""
+        """Returns the id of the switch's process, the parent of all node processes, once
+        started."""
         return self._switch.process.pid if self._switch else None
 
     def ready(self) -> Nodes:
-        """Returns connected nodes, restarted if one was lost. Raises NoLinks after
+        """Returns connected nodes, restarted if a node was lost. Raises NoLinks after
         START_SECONDS."""
         if self._nodes and len(self._nodes.ready(self.count, 0.0)) == self.count:
             return self._nodes

@@ -43,7 +43,7 @@ def open_port(name: str) -> socket.socket:
 
 def relay(ports: Sequence[socket.socket], seconds: float) -> None:
     """Forwards frames forever, `seconds` after arrival, to the port where the destination was last
-    a source, else to all others."""
+    a source, or if it was never one, to all other ports."""
     waiting: deque[tuple[float, bytes, socket.socket]] = deque()  # due time, frame, source port
     port_of: dict[bytes, socket.socket] = {}
     while True:

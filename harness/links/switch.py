@@ -35,13 +35,13 @@ TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
 """Required commands and their Debian packages."""
 LOG, HOSTS = "agents.log", "hosts"
 _QUEUE = "50ms"
-"""Longest wait of a packet at a limited rate before it is dropped."""
+"""Maximum time that a packet waits at a limited rate before it is dropped."""
 
 
 class NodeShare(TypedDict):
     cores: list[int]
     gpus: str | None
-    """CUDA_VISIBLE_DEVICES; None leaves it as in this process."""
+    """Value of CUDA_VISIBLE_DEVICES. None leaves it as in this process."""
 
 
 class Request(TypedDict, total=False):

@@ -107,7 +107,7 @@ def timed(
     synchronize: Callable[[], object],
     now: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Returns the seconds of `count` repetitions, after WARMUP untimed ones."""
+    """Returns the seconds of `count` repetitions, after WARMUP untimed repetitions."""
     repetitions = []
     for _ in range(WARMUP + count):
         synchronize()
@@ -119,12 +119,12 @@ def timed(
 
 
 MEMORY_SHARE = 1 / 8
-"""Largest share of the device's free memory to use."""
+"""Maximum share of the device's free memory to use."""
 PRODUCT_SIZES = {"cuda": (4096, 8192, 16384), "cpu": (256, 512, 1024)}
 COPY_BYTES = {"cuda": 2**28, "cpu": 2**25}
 TRANSFER_BYTES = 2**27
 SECONDS_PER_SIZE = {"cuda": 0.15, "cpu": 0.08}
-"""Time budget per size; larger sizes are skipped."""
+"""Time budget per matrix size in seconds; larger sizes are skipped once it is spent."""
 LEAST_REPEATS, MOST_REPEATS = 3, 50
 LAUNCHES, LAUNCH_ROUNDS = 500, 9
 FLOAT8_LARGEST = 448.0
@@ -150,7 +150,7 @@ def measure_device_speed(device: torch.device) -> DeviceSpeed:
 
 
 def measure_apart(device: str = "cuda:0", limit: float = TIME_LIMIT_SECONDS) -> SpeedMeasurement:
-    """Measures a device in a separate process; the result has any failure's reason."""
+    """Measures a device in a separate process. If that fails, the result holds the reason."""
     speed = call_apart(_device_speed, device, limit=limit)
     if isinstance(speed, Ended):
         return SpeedMeasurement(None, speed.reason[:300])

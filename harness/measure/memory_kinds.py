@@ -94,24 +94,25 @@ def _bytes(tensor: Tensor | int, seen: set[tuple[str, int]]) -> tuple[int, str |
 
 
 STEPS = 2
-"""Steps to track; the first one finds older buffers that only C++ knows."""
+"""Number of steps to track; the first one finds older buffers that only C++ knows."""
 
 
 class PeakBreakdown(TypedDict):
     """Bytes by kind at a step's memory peak."""
 
     parameters: int
-    """Parameters, including gathered ones while a module holds them."""
+    """Bytes of parameters, including gathered parameters while a module holds them."""
     gradients: int
     optimizer: int
     activations: int
     library: int
-    """Buffers that the strategy names or operators write to, and `unseen` ones."""
+    """Bytes of buffers that the strategy names or that operators write to, and of `unseen`
+    buffers."""
     other: int
-    """Tensors created and freed by backward."""
+    """Bytes of tensors that backward creates and frees."""
     peak: int
     unseen: dict[str, int]
-    """Library buffers without tensors, by name."""
+    """Bytes of library buffers that are not tensors, by name."""
 
 
 def peak_split(
@@ -231,11 +232,9 @@ def phase(error: BaseException) -> str:
 
 
 def held_bytes(meter: MemoryMeter, train_state: TrainState | None) -> dict[str, object]:
-    """Returns the bytes that a rank without memory holds, by kind.
-
-    `other`: tensors outside the states; `largest`: their three largest groups. `stacks`: of later
-    threads. Saved activations and C++ buffers are only in `in_use`.
-    """
+    """Returns the bytes that a rank holds when it runs out of memory, by kind. `other`: tensors
+    outside the states; `largest`: their three largest groups; `stacks`: of threads started later.
+    Saved activations and C++ buffers are only in `in_use`."""
     in_use, stacks = meter.in_use(), meter.stacks()
     states: list[Retained] = []
     # An interrupted library may be unable to name all it holds.

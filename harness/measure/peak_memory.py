@@ -27,8 +27,8 @@ def _status() -> dict[str, int]:
 
 
 def _stacks() -> int:
-    """Returns bytes of thread stacks, also cached ones: anonymous writable mappings of a stack's
-    size."""
+    """Returns bytes of thread stacks, including cached stacks: anonymous writable mappings of a
+    stack's size."""
     size = resource.getrlimit(resource.RLIMIT_STACK)[0]
     if size == resource.RLIM_INFINITY:
         size = 2 * 2**20
@@ -48,7 +48,7 @@ class Peak:
     allocated: int | None
     """Peak allocated bytes, on the device with the most."""
     reserved: int | None
-    """Peak held by the CUDA caching allocator, likewise."""
+    """Peak bytes held by the CUDA caching allocator, on the device with the most."""
     method: str
     host: int | None = None
     """A GPU rank's resident memory without file pages, above the baseline after imports; includes
@@ -160,7 +160,7 @@ class MemoryMeter:
 
     @staticmethod
     def _trim() -> None:
-        """Returns freed memory to the kernel, or setup's would count in the steps."""
+        """Returns freed memory to the kernel. Otherwise setup's memory would count in the steps."""
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):
             libc.malloc_trim(0)

@@ -56,14 +56,14 @@ THEORY: dict[str, Callable[[int], float]] = {
 all-reduce follows Rabenseifner (2004), and ZeRO (arXiv 1910.02054, section 7.1) without the factor
 (n-1)/n."""
 GLOO = {**THEORY, "reduce_scatter": _twice, "reduce": lambda n: (n - 1) / n * (1 + 1 / n)}
-"""Factors of torch's gloo: it scatters after an all-reduce, and reduces by a reduce-scatter and a
+"""Factors of torch's gloo. It scatters after an all-reduce, and reduces by a reduce-scatter and a
 gather."""
 RING = THEORY
 """Factors of a ring, as in NCCL, MPI (large messages) and Horovod's Gloo."""
 
 
 def logical_bytes(calls: Iterable[tuple[Call, float]]) -> float:
-    """Returns the least bytes a rank sends per step for these calls."""
+    """Returns the minimum number of bytes that a rank must send per step for these calls."""
     return sum(
         count * call.tensor_bytes * THEORY[call.operation](call.group_size) for call, count in calls
     )
@@ -180,7 +180,8 @@ _NOT_SENT, _BYTES_SENT = 144, 200
 STILL_SECONDS = 0.002
 """Time within which a library's thread sends the data of its step."""
 MOST_LOOKS = 5
-"""Bound on waiting: some libraries never fall silent (Horovod's cycles)."""
+"""Maximum number of looks while waiting, because some libraries never fall silent (Horovod's
+cycles)."""
 
 
 def tcp_bytes_sent() -> int | None:
@@ -233,7 +234,7 @@ def folder_bytes(folder: Path) -> int:
 
 @dataclass
 class RankTraffic:
-    """Bytes sent, read and written in counted steps; None if unknown."""
+    """Bytes sent, read and written in counted steps. Unknown numbers are None."""
 
     over_tcp: bool
     sent: int | None = 0

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 WINDOW_SECONDS = 0.03
-"""Three ticks of the kernel's clock, enough to see a busy core."""
+"""Length of an observation in seconds: three ticks of the kernel's clock, enough to see a busy
+core."""
 FRESH_SECONDS = 0.2
 """Seconds for which an idle share is reused, longer than writing a record."""
 
@@ -82,7 +83,7 @@ class CpuTime:
 
     @classmethod
     def now(cls) -> CpuTime:
-        """Reads clocks whose differences are times."""
+        """Reads the clocks; the difference of two readings is the time between them."""
         all_cores = cpu_seconds()
         return cls(time.perf_counter(), _own_cpu_seconds(), all_cores and all_cores[0])
 
@@ -163,8 +164,8 @@ class RankGpus:
         return self.library is not None and len(self.handles) == len(self.devices)
 
     def joules(self) -> dict[str, tuple[float, float]] | None:
-        """Returns each GPU's joules since driver load and wrap-around value (0: never), by UUID;
-        None if any is unknown, as for MIG slices."""
+        """Returns each GPU's joules since driver load and its wrap-around value (0 if it never
+        wraps), by UUID. None if a value is unknown, as for MIG slices."""
         if self.library is None or not self.complete:
             return None
         counters = {}

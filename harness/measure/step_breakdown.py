@@ -17,7 +17,7 @@ from typing import Literal
 from harness.record.profile_record import COMPONENTS, GPU_PARTS
 
 STRAGGLES = 0.15
-"""Least excess of a straggler's time over the other ranks' median."""
+"""Minimum excess of a straggler's time over the other ranks' median, as a share of it."""
 Kind = Literal[
     "operator",  # an operator computes on the CPU
     "flight",  # a collective from start to end, on any thread
@@ -131,13 +131,11 @@ def breakdown(
     events: Sequence[Event], thread: int, begin: float, end: float, *, pipeline: bool, alone: bool
 ) -> dict[str, float]:
     """Returns the seconds of each component of the step [begin, end] on `thread`, plus `overlapped`
-    and `operators` (with an operator running).
-
-    Device kernels take precedence over host events, inner host events over outer ones. Time without
-    an operator goes to what the thread waits for, or to communication if a collective is in flight
-    or gradient hooks run. The rest goes to `optimizer` inside the optimizer's step, else to
-    `compute`. `pipeline`: point-to-point waits are the bubble. `alone`: there is no other rank.
-    """
+    and `operators` (with an operator running). Device kernels take precedence over host events, and
+    inner host events over outer events. Time without an operator goes to what the thread waits for,
+    or to communication if a collective is in flight or gradient hooks run. The rest goes to
+    `optimizer` inside the optimizer's step, else to `compute`. `pipeline`: point-to-point waits are
+    the bubble. `alone`: there is no other rank."""
     near = [e for e in events if e.end > begin and e.begin < end]
     flight = Busy.of(e for e in near if e.kind in ("flight", "device communication"))
     transfer = Busy.of(e for e in near if e.kind in ("transfer", "device transfer"))
@@ -192,15 +190,16 @@ def _component(kinds: tuple[str, ...], in_flight: bool, alone: bool) -> str:
 
 
 def own_seconds(step: dict[str, float]) -> float:
-    """Returns the seconds of a step in which a rank did not wait for others."""
+    """Returns the seconds of a step in which a rank did not wait for other ranks."""
     return sum(
         step[component] for component in COMPONENTS if component not in ("communication", "bubble")
     )
 
 
 def straggler(steps: Sequence[Sequence[float]]) -> tuple[int, float] | None:
-    """Returns the rank that is slowest in every step, and its median excess over the others' median
-    as a share; None below STRAGGLES. `steps`: each rank's own seconds, by step."""
+    """Returns the rank that is slowest in every step, and its median excess over the other ranks'
+    median as a share. None if that is below STRAGGLES. `steps`: the seconds of each rank's own
+    work, by step."""
     slowest = {
         max(range(len(seconds)), key=lambda rank: seconds[rank])
         for seconds in steps
@@ -220,11 +219,11 @@ def straggler(steps: Sequence[Sequence[float]]) -> tuple[int, float] | None:
 _ATTENTION = re.compile(r"flash|fmha|sdpa|attention|mha_(fwd|bwd|varlen)", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"multi_tensor_apply|fused_?adam|adam_?w|koptimizer", re.IGNORECASE)
 _LISTS_OF_TENSORS = re.compile(r"multi_tensor_apply.*(copy|norm)", re.IGNORECASE)
-"""Buffer copies (FSDP) and norms (gradient clipping)."""
+"""Kernels on lists of tensors: buffer copies (FSDP) and norms (gradient clipping)."""
 _TORCHS_OWN = re.compile(
     r"elementwise_kernel|(?<!splitk)reduce_kernel|triton_(poi|red|per)_", re.IGNORECASE
 )
-"""torch's own kernels, whose names may contain a fused operator's."""
+"""Kernels of torch itself, whose names may contain the name of a fused operator."""
 _MATMUL = re.compile(
     r"gemm|gemv|matmul|nvjet|cutlass|tensorop|splitk|_mma_|triton_tem_fused"
     r"|conv\d?d|_conv_|convolve|fprop|dgrad|wgrad|winograd",
@@ -233,7 +232,7 @@ _MATMUL = re.compile(
 
 
 def kernel_kind(name: str) -> Kind:
-    """Classifies a kernel that is not a collective."""
+    """Returns the kind of a kernel that is not a collective."""
     if _OPTIMIZER.search(name):
         return "device compute" if _LISTS_OF_TENSORS.search(name) else "device update"
     if _TORCHS_OWN.search(name):

@@ -227,7 +227,8 @@ def node_facts(number: int, name: str) -> dict[str, object]:
 
 PINGS = 100
 SETTLE_SECONDS, STREAM_SECONDS = 0.3, 1.2
-"""Start and end of a stream's measured part, after a shaped link's burst and TCP's start."""
+"""Start and end of the measured part of a stream, in seconds: after a shaped link's burst and TCP's
+slow start."""
 _TIMEOUT_SECONDS = 20.0
 _CHUNK = 2**18
 
@@ -308,8 +309,8 @@ EMPTY_MESSAGES, MESSAGE_BYTES, MESSAGES = 20, 2**24, 3
 
 
 def measured_link(line: NodeConnection) -> dict[str, float]:
-    """Measures the median round trip of empty messages, and the best rate of large ones without
-    it."""
+    """Measures the median round trip of empty messages, and the best rate of large messages less
+    that round trip."""
 
     def took(payload: int) -> float:
         begin = time.perf_counter()

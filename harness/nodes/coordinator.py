@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Nodes:
-    """The agents of a run; lost ones may rejoin under their number."""
+    """The agents of a run. Agents that were lost may rejoin under their number."""
 
     max_unauthenticated = 64
-    """Most unauthenticated connections at once; agents retry."""
+    """Maximum number of unauthenticated connections at once; agents that are refused try again."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Nodes:
             self._change.notify_all()
 
     def warm(self, packages: Sequence[str]) -> None:
-        """Makes every agent, including later ones, import these packages."""
+        """Makes every agent, including agents that join later, import these packages."""
         with self._change:
             if self._packages is None:
                 self._packages = list(packages)
@@ -130,8 +130,8 @@ class Nodes:
                         node.line.send("warm", self._packages)
 
     def ready(self, count: int, seconds: float) -> list[Node]:
-        """Waits for `count` nodes; returns fewer if some do not come. After a failed wait, waits
-        1 s."""
+        """Waits for `count` nodes. Returns fewer if some do not come. After a failed wait, it waits
+        only 1 s."""
         deadline = time.monotonic() + (1.0 if self._waited else seconds)
         with self._change:
             while True:
@@ -202,7 +202,7 @@ class Nodes:
 
 
 class NodesLauncher:
-    """Runs single-node cells as usual, others over the agents."""
+    """Runs single-node cells as usual, and cells of several nodes over the agents."""
 
     wait_seconds = 30.0
     """Seconds a trial waits for nodes, which may be restarting."""

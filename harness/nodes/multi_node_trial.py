@@ -21,8 +21,8 @@ ANSWER_SECONDS = 15.0
 
 
 class Trial:
-    """Runs all nodes' parts, which end if one fails, and shifts times to the coordinator's
-    clock."""
+    """Runs the part of every node, which all end if one fails, and shifts times to the
+    coordinator's clock."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Trial:
         )
 
     def _start(self) -> bool:
-        """Returns False for a node lost before it began."""
+        """Starts all nodes' parts. Returns False if a node was lost before it began."""
         first, offer = self.nodes[0], Offer.of(self.specs[0])
         if not all(self._provide(node, offer) for node in self.nodes if offer.facts):
             return False

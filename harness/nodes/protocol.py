@@ -39,9 +39,9 @@ from harness.nodes.rendezvous import Rendezvous, addresses_of_host, set_timeout
 from harness.worker.spec import TrialSpec
 
 CHUNK_BYTES = 2**24
-"""Less than protocol.MOST_BYTES as base64."""
+"""Number of bytes in a piece of a file; as base64 it is less than MOST_BYTES."""
 LEAST_READ_RATE = 2e7
-"""Minimum bytes per second at which a node is assumed to read its copies."""
+"""Minimum rate in bytes per second at which a node is assumed to read its copies."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ class OwnFiles:
         """Reason why the last trial's files are missing; empty if they are complete."""
 
     def complete(self, facts: Sequence[FileFact], chunk: Callable[[int, int], str]) -> None:
-        """Gets missing and different files by `chunk(number, offset)`; sets `problem`."""
+        """Downloads files that are missing or whose digest differs, piece by piece from `chunk(file
+        number, offset)`. If one cannot be stored, sets `problem` and stops."""
         self.problem = ""
         for number, fact in enumerate(facts):
             file = cache_folder() / fact.name
@@ -214,12 +215,12 @@ def decoded(body: bytes) -> Message:
 
 HANDSHAKE_SECONDS = 10
 MOST_BYTES = 2**26
-"""Largest message; one node's answers, logs and stacks are far smaller."""
+"""Maximum size of a message in bytes; one node's answers, logs and stacks are far smaller."""
 _PURPOSE = b"parallelism-bench nodes 2"
 """Prefix of the first tag, so that keys are useless to other protocol versions."""
 _SIZE = 32
 _HEADER = struct.Struct(">II")
-"""Bytes of the message and of the padding after its tag."""
+"""Header of a message: its length in bytes, and that of the padding after its tag."""
 _TO_AGENT, _TO_COORDINATOR = b"to agent", b"to coordinator"
 # A node that lost power sends nothing: the kernel gives up after 10 idle seconds and four probes.
 _KEEPALIVE = (
@@ -245,7 +246,8 @@ class NodeConnection:
         self._sending = threading.Lock()
 
     def send(self, word: str, value: object = None, padding: int = 0) -> None:
-        """Raises OSError if the peer is gone. `padding`: zero bytes that the peer discards."""
+        """Sends a message. Raises OSError if the peer is gone. `padding`: zero bytes that the peer
+        discards."""
         body = encoded(word, value)
         with self._sending:
             head = _HEADER.pack(len(body), padding)
@@ -254,7 +256,8 @@ class NodeConnection:
             self.connection.sendall(head + body + tag + bytes(padding))
 
     def receive(self) -> Message:
-        """Raises EOFError or OSError if the peer is gone or fails authentication."""
+        """Receives a message. Raises EOFError or OSError if the peer is gone or fails
+        authentication."""
         head = self._read(_HEADER.size)
         size, padding = _HEADER.unpack(head)
         if size > MOST_BYTES:
@@ -282,7 +285,8 @@ class NodeConnection:
 
 
 def read_exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    """Raises EOFError if the peer ends first, TimeoutError after `deadline` (time.monotonic)."""
+    """Reads exactly `size` bytes. Raises EOFError if the peer ends first, TimeoutError after
+    `deadline` (time.monotonic)."""
     parts = bytearray()
     while len(parts) < size:
         if deadline is not None:

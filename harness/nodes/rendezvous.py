@@ -46,8 +46,8 @@ class Rendezvous:
 
     @classmethod
     def read(cls, file: Path) -> Rendezvous:
-        """Raises UsageError if others own, may read or may change the file, whose key controls an
-        agent."""
+        """Reads the file. Raises UsageError if another user owns it or may read or change it,
+        because its key controls an agent."""
         with open(file) as source:
             of = os.fstat(source.fileno())
             if of.st_uid != os.getuid() or of.st_mode & 0o077:
@@ -78,7 +78,7 @@ def parse_rendezvous(text: str) -> Path | Rendezvous:
 
 
 def _key_from_environment() -> str:
-    """Removes the key from the environment, which ranks inherit."""
+    """Returns the key and removes it from the environment, which ranks inherit."""
     key, origin = os.environ.pop(KEY, "").strip(), KEY
     if not key and (file := os.environ.get(KEY_FILE)):
         origin = file
@@ -157,7 +157,7 @@ def interface_of(address: str) -> str | None:
 
 
 def set_timeout(raw: socket.socket, seconds: float) -> None:
-    """Limits each read and write; 0: no limit."""
+    """Sets the time limit in seconds of each read and write. 0 means no limit."""
     whole, part = divmod(seconds, 1)
     interval = struct.pack("ll", int(whole), int(part * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

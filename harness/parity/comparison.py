@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 NO_DIRECTION = 1e-30
 """Product of norms below which there is no direction to compare."""
 LEAST_DECAY = 0.2
-"""Share of the segment's weight decay below which a direction is not compared in half precision."""
+"""Share of the segment's weight decay below which the error's direction is not compared in half
+precision."""
 SGD_ERROR = 0.005
-"""Largest relative error in the size of SGD's updates in half precision; 0.003 was measured with
-fp16 weights. Adam divides the scale away."""
+"""Maximum relative error in the size of SGD's updates in half precision; 0.003 was measured with
+fp16 weights. Adam's update does not depend on that scale."""
 CHANCE = 3.0
 """Standard deviations of an error without direction that may point along the weights by chance."""
 LOW_BITS = 0x1FFF
-"""Bits of an fp32 number that neither fp16 nor bf16 has."""
+"""Mask of the bits of an fp32 number that neither fp16 nor bf16 has."""
 
 
 def deviations_from(
@@ -103,7 +104,7 @@ class _Comparison:
         return tuple(self.final.get_slice(key).get_shape()) if key in self.names else None
 
     def expected(self, key: str, like: Tensor) -> Tensor | None:
-        """Returns the reference's tensor; None if missing or of another shape."""
+        """Returns the reference's tensor; None if it is missing or has another shape."""
         key = of_replica(self.replica, key)
         if key not in self.names:
             return None

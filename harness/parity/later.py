@@ -15,18 +15,18 @@ from harness.cell.training import EXACT
 from harness.parity.verdict import ParityVerdict
 
 NARROWEST = 2e-6
-"""Relative deviation that rounding a loss can cause."""
+"""Relative deviation that rounding can cause in a loss."""
 UNKNOWN = 1e-5
 """Allowed relative deviation at the segment's end if the drift is unknown."""
 TIMES_DRIFT = 30.0
 """Allowed multiple of the reference's drift; see docs/studies/parity-deviations.md."""
 TIMES_OWN = 3.0
-"""Allowed multiple of the trial's deviation within the segment."""
+"""Allowed multiple of the deviation that the trial itself has within the segment."""
 WIDEST = 0.05
-"""Declared loss tolerance from which later losses are not checked; caps the envelope without a
-second reference run."""
+"""Declared loss tolerance from which later losses are not checked. It also caps the envelope if
+there is no second reference run."""
 MOST = 0.5
-"""Cap of the envelope."""
+"""Maximum value of the envelope."""
 GROWTH_PER_STEP = 0.08
 """Log growth of the envelope per step without a usable second reference run."""
 
@@ -35,12 +35,9 @@ def envelope(
     step: int, segment: int, tolerance: float, deviation: float, drift: Sequence[float]
 ) -> float:
     """Returns the allowed relative loss deviation at a step after the segment; infinite from
-    `WIDEST`.
-
-    Declared tolerances grow with the root of the steps, like independent roundings, or with the
-    drift if that grew more. `deviation`: the trial's largest deviation within the segment. `drift`:
-    the second reference's, by step, or empty.
-    """
+    `WIDEST`. Declared tolerances grow with the root of the steps, like independent roundings, or
+    with the drift if that grew more. `deviation`: the trial's largest deviation within the segment.
+    `drift`: deviation of the second reference run, by step; empty without one."""
     if tolerance >= WIDEST:  # declared to be a different training
         return math.inf
     if drift:
@@ -98,13 +95,13 @@ def with_later(
 
 
 LARGEST_DEVIATION = 1e-5
-"""Limit for |norm - reference| / |reference| in fp32."""
+"""Maximum |norm - reference| / |reference| in fp32."""
 
 LEAST_NORM = 1e-12
-"""Smallest norm that deviations are divided by."""
+"""Minimum norm that deviations are divided by."""
 
 TIMES_LOSS = 10.0
-"""Limit as a multiple of the loss tolerance, if that is wider."""
+"""Limit as a multiple of the loss tolerance, if that limit is wider."""
 
 
 def norm_deviations(

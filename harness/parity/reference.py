@@ -28,7 +28,7 @@ class Deviations:
     updates: Mapping[str, float] = field(default_factory=dict)
     """|parameters - reference| / |reference's update|."""
     elements: Mapping[str, float] = field(default_factory=dict)
-    """Largest |parameter - reference| of an element over the update's root mean square."""
+    """Largest |parameter - reference| of an element over the root mean square of the update."""
     decays: Mapping[str, float] = field(default_factory=dict)
     """Error along the weights over the norm of the update: wrong weight decay has this direction,
     rounding has none. In half precision, without the part expected by chance."""
@@ -38,7 +38,7 @@ class Deviations:
     buffers: Mapping[str, float] = field(default_factory=dict)
     """|buffer - reference| / |reference's change|."""
     moments: Mapping[str, float] = field(default_factory=dict)
-    """Norm of (optimizer state - reference) over the norm of the reference's."""
+    """Norm of (optimizer state - reference's state) over the norm of the reference's state."""
     coarse: Mapping[str, float] = field(default_factory=dict)
     """Share of an optimizer state's numbers that fit in 16 bits, beyond the reference's share."""
 
@@ -71,7 +71,8 @@ def _larger(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
 
 
 UNIT = 2.0**-23
-"""Largest relative distance of neighbouring fp32 numbers; rounding errs by half of it."""
+"""Relative distance between neighbouring fp32 numbers just above a power of two, where it is
+largest. Rounding errs by half of it."""
 VERSION = 7  # raise it when the contents of reference files change meaning
 
 
@@ -183,8 +184,8 @@ class Reference:
         others: Mapping[str, Tensor],
         file: Path,
     ) -> None:
-        """Writes replicas' parameters and optimizer states, and others; array tasks may do so
-        concurrently."""
+        """Writes the replicas' parameters and optimizer states, and the other tensors. Array tasks
+        may do so concurrently."""
         from safetensors.torch import save_file
 
         tensors = dict(others)
@@ -206,7 +207,7 @@ class Reference:
 
     @property
     def ahead_losses(self) -> list[float]:
-        """Losses of the replay ahead; empty without one."""
+        """Losses of the replay ahead; empty if there was none."""
         losses: list[float] = self.facts.get("ahead_losses", [])
         return losses
 
@@ -231,8 +232,8 @@ class Reference:
 
     @property
     def drift(self) -> list[float] | None:
-        """Relative loss deviation by step of a differently rounded run; empty if uninformative,
-        None without one."""
+        """Relative loss deviation by step of a run that rounds differently. Empty if it shows
+        nothing, None if there is no such run."""
         deviations: list[float] | None = self.facts.get("drift")
         return deviations
 
@@ -244,7 +245,7 @@ class Reference:
         self._write(self.facts | {"drift": list(drift)})
 
     def no_exchange(self, ranks: int) -> Noise | None:
-        """Returns the deviations of this many ranks without exchange, if measured."""
+        """Returns the deviations of this many ranks that exchange nothing; None if not measured."""
         measured = self.facts.get("no_exchange", {}).get(str(ranks))
         return _noise_of(**measured) if measured else None
 

@@ -25,12 +25,12 @@ from harness.workloads.counts import model_facts
 MICRO_BATCH_TOKENS = 2048
 """Maximum number of tokens in a micro-batch of a GPU reference run."""
 LIMIT = "PARALLELISM_BENCH_REFERENCES_GIB"
-"""Environment variable for the GiB that reference runs may use."""
+"""Environment variable with the number of GiB that reference runs may use."""
 DEFAULT_LIMIT_GIB = 60.0
 IN_USE_SECONDS = 3600.0
 """Seconds without use before eviction, because another run may need the reference."""
 NOISE_TOKENS = 8192
-"""Largest batch, in tokens, that runs again to measure noise."""
+"""Maximum batch size, in tokens, of reference runs that are repeated to measure noise."""
 
 
 def reference_cell(cell: Cell) -> Cell:
@@ -126,8 +126,8 @@ def reference_key(cell: Cell) -> str:
 
 
 def gpu_kind() -> str:
-    """Returns the kind of this host's GPUs, if any, as CUDA's random numbers depend on the number
-    of multiprocessors."""
+    """Returns the kind of this host's GPUs; empty without one. CUDA's random numbers depend on the
+    number of multiprocessors."""
     devices = visible_gpus()
     if not devices:
         return ""
@@ -144,7 +144,7 @@ def reference_of(cell: Cell) -> Reference:
 
 
 def noise_for(cell: Cell, reference: Reference) -> Noise | None:
-    """Returns the noise of a cell's reference, or of one GPU's part of a large batch; None if
+    """Returns the noise of a cell's reference, or of one GPU's part of a large batch. None if
     unknown."""
     if noise := reference.noise:
         return noise

@@ -77,9 +77,10 @@ class Kind:
     in_fp32: float
     in_half: float
     reason: str
-    """What a deviation means; a format with tensor and deviation."""
+    """What a deviation means: a format for the tensor and the deviation."""
     absolute: bool = False
-    """Whether `in_fp32` and `in_half` are limits themselves, independent of the update's."""
+    """Whether `in_fp32` and `in_half` are limits themselves, instead of multiples of the update's
+    limit."""
     times_widest_in_fp32: float = 1.0
     """Multiple of WIDEST_BY_NOISE up to which noise widens the limit in fp32."""
 
@@ -140,11 +141,8 @@ def parity_verdict(
     noise: Noise | None = None,
     precision: str = "fp32",
 ) -> ParityVerdict:
-    """Returns the verdict on a trial's losses and deviations.
-
-    `ranks`: each rank's deviations. `noise`: the reference's; the reason names it if it exceeds
-    the tolerance.
-    """
+    """Returns the verdict on a trial's losses and deviations. `ranks`: deviations of each rank.
+    `noise`: the reference's noise; the reason names it if it exceeds the tolerance."""
     tied = tied or {}
     gaps, found = loss_deviations(losses, reference_losses), all_ranks(ranks)
     others = {owner: name for name, owner in tied.items()}
@@ -241,7 +239,7 @@ def _loss_reason(gaps: Sequence[float], allowed: float) -> str:
 
 
 def beyond(allowed: Tolerance, noise: Noise | None) -> str:
-    """Describes reference noise beyond the tolerance, or empty."""
+    """Describes reference noise that exceeds the tolerance; empty if it does not."""
     if noise is None or (noise.loss <= allowed.loss and noise.update <= allowed.update):
         return ""
     return (
@@ -258,9 +256,8 @@ def widened(
     precision: str,
     limited: bool = True,
 ) -> Tolerance:
-    """Returns `allowed`, wider by what fp32 cannot represent (`Reference.roundings`), or
-    TIMES_NOISE times the noise if more; if `limited`, at most WIDEST_BY_NOISE.
-    """
+    """Returns `allowed`, widened by what fp32 cannot represent (`Reference.roundings`), or by
+    TIMES_NOISE times the noise if that is more. If `limited`, at most to WIDEST_BY_NOISE."""
     most_loss, most_update = WIDEST_BY_NOISE[precision] if limited else (math.inf, math.inf)
     noise = noise or Noise(0.0)
     tensors = {name: allowed.update + unseen for name, unseen in roundings.items()}
@@ -276,13 +273,13 @@ def widened(
 
 
 PART_OF_NO_EXCHANGE = 3.0
-"""Divisor that turns the deviation without any exchange into the widest limit."""
+"""Divisor that turns the deviation of ranks that exchange nothing into the maximum limit."""
 CAPPED_ABOVE = 0.03
-"""Update limit above which the deviation without any exchange is measured."""
+"""Update limit above which the deviation of ranks that exchange nothing is measured."""
 
 
 def capped(allowed: Tolerance, no_exchange: Noise) -> Tolerance:
-    """Returns `allowed`, capped below the deviation without any exchange."""
+    """Returns `allowed`, capped below the deviation of ranks that exchange nothing."""
     return replace(
         allowed,
         loss=min(allowed.loss, no_exchange.loss / PART_OF_NO_EXCHANGE),
@@ -292,7 +289,8 @@ def capped(allowed: Tolerance, no_exchange: Noise) -> Tolerance:
 
 
 def unverifiable(verdict: ParityVerdict, no_exchange: Noise | None) -> ParityVerdict:
-    """Turns a verdict into `unknown`: the deviation is too close to that without any exchange."""
+    """Returns the verdict as `unknown`: the deviation is too close to that of ranks that exchange
+    nothing."""
     without = (
         f"by {no_exchange.loss:.1e} and {no_exchange.update:.1e}" if no_exchange else "unknown"
     )
@@ -375,7 +373,8 @@ def verdict_of(
     why_not: str,
     noise: Noise | None = None,
 ) -> ParityVerdict:
-    """Returns the verdict on a trial; unknown without a reference, because of `why_not`."""
+    """Returns the verdict on a trial. Without a reference it is `unknown`, with the reason
+    `why_not`."""
     if not reference_losses:
         return ParityVerdict("unknown", why_not, None, None, None, allowed.loss, allowed.update)
     return parity_verdict(

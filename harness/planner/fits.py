@@ -69,7 +69,7 @@ class FitAnswer:
     """Throughput of all GPUs together."""
     tokens_low: float
     tokens_high: float
-    """Bounds of its 80% interval."""
+    """Upper bound of the 80% interval of `tokens_per_second`; `tokens_low` is the lower bound."""
     longest_sequence: int
     largest_batch: int
     turn_on: tuple[str, ...]
@@ -77,11 +77,12 @@ class FitAnswer:
     remedies: tuple[Option, ...]
     """Changes that would make it fit, cheapest first."""
     offload: OffloadedFit | None
-    """None if it surely fits without offload, or does not with it."""
+    """What the training needs with offload. None if it surely fits without offload, or does not
+    surely fit with it."""
     one_gpu_tokens_per_second: float | None
-    """Throughput of one GPU alone, if it suffices."""
+    """Throughput of one GPU alone. None if one GPU does not suffice."""
     anchor: Anchor | None
-    """Correction of all speeds by runs of the user's own."""
+    """Correction of all speeds by the user's own runs; None if there are none."""
 
     @property
     def margin_bytes(self) -> float:
@@ -99,9 +100,9 @@ class FitQuestion:
     precision: Precision
     rank: int
     link_bytes_per_second: Callable[[int], float]
-    """Gathers' bus bytes per second, given the number of GPUs."""
+    """Bus bytes per second of gathers, as a function of the number of GPUs."""
     anchor: Anchor | None = None
-    """Correction of the speed by runs of the user's own. None if there are none."""
+    """Correction of the speed by the user's own runs. None if there are none."""
 
     def __post_init__(self) -> None:
         if "dora" in self.method and Adapter().adapts_experts(self.shape):
@@ -124,7 +125,8 @@ class FitQuestion:
 
 
 def probability(question: FitQuestion, recipe: Recipe) -> float:
-    """Returns the probability of fitting, nearer to one half for unmeasured setups."""
+    """Returns the probability of fitting, which is nearer to one half for setups that were never
+    measured."""
     room = usable_bytes(question.gpu, recipe.gpus) / footprint(question.shape, recipe).demand
     deviations = math.log(room) / spread(question.shape, recipe)
     certain = 0.5 * (1 + math.erf(deviations / math.sqrt(2)))

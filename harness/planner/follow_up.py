@@ -88,10 +88,8 @@ def matrix_file(file: Path, cells: Sequence[Cell], description: str) -> FollowUp
 
 
 def first_export(ranked: Iterable[tuple[Cell, float]], folder: Path) -> FollowUp:
-    """Returns the best exportable cell's export, in a folder per target.
-
-    `ranked`: cells with step times in seconds, best first. Raises UsageError without an export.
-    """
+    """Returns the export of the best cell that has one, in a folder per target. `ranked`: cells
+    with step times in seconds, best first. Raises UsageError if no cell has an export."""
     best: tuple[Cell, float] | None = None
     for cell, seconds in ranked:
         best = best or (cell, seconds)
@@ -136,7 +134,7 @@ def _targets(cell: Cell) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def workload_of(model: str) -> str:
-    """Returns the suite's workload for a model; else raises UsageError."""
+    """Returns the suite's workload for a model. Raises UsageError if there is none."""
     try:
         return make_workload(model).name
     except UsageError:
@@ -211,10 +209,8 @@ def rehearsed_bytes(cell: Cell, every_rank: bool = False) -> float:
 
 
 def _gathers_bf16(question: ClusterQuestion, layout: PlannedLayout) -> bool:
-    """Returns whether a layout keeps fp32 shards and gathers bf16 parameters.
-
-    Under autocast, FSDP gathers fp32 ones, and backward keeps a bf16 copy of all.
-    """
+    """Returns whether a layout keeps fp32 shards and gathers bf16 parameters. Under autocast, FSDP
+    gathers fp32 parameters, and backward keeps a bf16 copy of all."""
     return question.precision == "bf16" and layout.data > 1 and layout.zero >= 2
 
 
@@ -224,10 +220,8 @@ def cells_of_layouts(
     layouts: Iterable[tuple[PlannedLayout, float]],
     tried: Sequence[StrategyOptions],
 ) -> Iterator[tuple[Cell, float]]:
-    """Yields cells of many layouts, each with its layout's value.
-
-    If a layout has no exportable strategy, later ones that differ in micro-batches are skipped.
-    """
+    """Yields cells of many layouts, each with its layout's value. If a layout has no exportable
+    strategy, later layouts that differ only in micro-batches are skipped."""
     without: set[PlannedLayout] = set()
     for layout, value in layouts:
         key = dataclasses.replace(layout, micro_batch=1, accumulation=1)

@@ -81,10 +81,8 @@ def _of_row(row: dict[str, str]) -> Training:
 
 
 def _of_runs(folder: Path, gpu: GpuModel) -> Iterator[Training]:
-    """Yields cells that ran on this GPU, without stand-ins and compiled models.
-
-    Steps that wait for the processor's launches say nothing about the GPU, so they are left out.
-    """
+    """Yields cells that ran on this GPU, except stand-ins and compiled models. Also leaves out
+    cells whose steps wait for the processor's launches: they say nothing about the GPU."""
     tables = Store(folder).load(steps=False)
     runs = zip(tables.runs.run_id, tables.runs.gpus, strict=True)
     here = [run for run, gpus in runs if {*map(gpu_model, gpus)} == {gpu}]
@@ -99,10 +97,8 @@ def _of_runs(folder: Path, gpu: GpuModel) -> Iterator[Training]:
 
 
 def _training_of(cell: Cell) -> tuple[ModelShape, Recipe] | None:
-    """Returns a cell's shape and recipe; None if the planner has no words for it.
-
-    A folder may be somebody else's, so no code that it names is read.
-    """
+    """Returns a cell's shape and recipe; None if the planner cannot describe it. A folder may be
+    somebody else's, so no code that it names is read."""
     name, *variants = cell.workload.split("+")
     if cell.strategy not in strategies() or ":" in name or cell.recompute not in RECOMPUTE:
         return None

@@ -46,7 +46,8 @@ class Manifest:
 
     @classmethod
     def verified(cls, folder: Path) -> Manifest:
-        """Reads a manifest and checks all files against it; raises BadCheckpoint if one differs."""
+        """Reads a manifest and checks all files against it. Raises BadCheckpoint if a file
+        differs."""
         try:
             manifest = parsed(Manifest, (folder / NAME).read_text())
         except FileNotFoundError:

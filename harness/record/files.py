@@ -43,10 +43,8 @@ _MAGIC = b"PAR1"
 
 
 class DamagedFile(Exception):
-    """A file is damaged or belongs to another table; the message says what is wrong.
-
-    `column`: the column at fault, if any.
-    """
+    """A file is damaged or belongs to another table; the message says what is wrong. `column`: the
+    column at fault; None if it is not one column's."""
 
     def __init__(self, what: str, column: str = "") -> None:
         super().__init__(what)
@@ -179,7 +177,7 @@ def _require_schema(table: str, file: Path, schema: pa.Schema) -> None:
 def read_undamaged(
     table: str, files: Sequence[Path], columns: Sequence[str] = ()
 ) -> list[pa.Table]:
-    """Reads undamaged files; issues a DamagedFileWarning for the others."""
+    """Reads undamaged files; issues a DamagedFileWarning for each damaged file."""
     tables = []
     for file in files:
         try:
@@ -195,7 +193,7 @@ def read_frame(table: str, files: Sequence[Path]) -> pd.DataFrame:
 
 
 def frame_of(table: str, tables: Sequence[pa.Table]) -> pd.DataFrame:
-    """Concatenates tables; without any, the frame is empty with all columns."""
+    """Concatenates tables. Without tables, the frame is empty, with all columns."""
     import pyarrow as pa
 
     rows = pa.concat_tables(tables) if tables else nullable(table).empty_table()
@@ -244,7 +242,7 @@ class RunFiles:
     folder: Path
 
     def of(self, table: str, run_id: str) -> list[Path]:
-        """Returns a run's gathered copy if it is complete or nothing else exists, else a file per
+        """Returns a run's gathered copy if it is complete or the only thing left, else a file per
         trial."""
         single, copy = self.single(table, run_id), self.copy(table, run_id)
         if not copy.exists():
@@ -282,10 +280,9 @@ class RunFiles:
         return write_file(self.copy(table, run_id), schema, parts)
 
     def unpack(self, run_id: str) -> None:
-        """Splits a gathered copy into a file per trial, so that trials can be added.
-
-        Trials appear together, last: some of them would hide the rest of the copy.
-        """
+        """Splits a gathered copy into a file per trial, so that trials can be added. All trials
+        appear at once, at the end: readers would ignore the rest of the copy if only some had
+        files."""
         self._split("steps", run_id, self.folder / "steps" / run_id)
         trials = self.folder / "trials" / run_id
         temporary = self.copy("trials", run_id).with_name(f".trials.{writer_name()}.tmp")

@@ -20,12 +20,13 @@ MATRIX = "maxsize"
 KINDS = ("parameters", "gradients", "optimizer", "library")
 COLUMNS = dict(zip(KINDS, ("parameter", "gradient", "optimizer", "library"), strict=True))
 NOT_A_SIZE_LIMIT = ("failed", "timeout", "diverged", "unavailable", "refused")
-"""Statuses of a probe that say nothing about the largest size."""
+"""Statuses of a probe that say nothing about the maximum size."""
 LEAST_ROUNDS = 2
-"""Rounds that ignore the time budget, the minimum for a spread between trials."""
+"""Number of rounds that run regardless of the time budget: the minimum for a spread between
+trials."""
 FURTHER_TIMES = 4.0
-"""Factor on the timed seconds of unplanned trials. Longer trials cost less than more launches and
-average out as much noise (docs/studies/run-precision.md)."""
+"""Factor on the timed seconds of trials after the planned rounds. Longer trials cost less than more
+launches and average out as much noise (docs/studies/run-precision.md)."""
 
 
 def cell_at_size(cell: Cell, steps: int, tokens: int = 0) -> Cell:
@@ -63,15 +64,15 @@ class Plan:
     """Time after which no round starts, nor any trial from `spare_from` on. None if there is no
     limit."""
     timed_seconds: float = 0.0
-    """Minimum duration of timed steps, with a control between them; 0: the cell's number of steps,
-    without control."""
+    """Minimum duration of timed steps, with a control between them. If 0, a trial has the cell's
+    number of steps and no control."""
     until_answered: bool = False
     """Whether cells that may be fastest get more trials after the planned rounds."""
     not_compared: frozenset[str] = frozenset()
     """Ids of cells that run once, to verify parity: fp32 twins, and cells with nothing to compare
     with."""
     launches_per_round: Mapping[str, int] = field(default_factory=dict)
-    """Trials per round by cell id, of cells with more than one (baselines)."""
+    """Trials per round by cell id, for cells with more than one trial (baselines)."""
 
     @classmethod
     def new(
@@ -97,10 +98,8 @@ class Plan:
 
     def schedule(self) -> list[tuple[Cell, int]]:
         """Returns (cell, trial) pairs in rounds over all cells, shuffled so that drift affects all
-        alike.
-
-        A cell's first trial in a round has the round's number, others those from `trials` on.
-        """
+        alike. A cell's first trial in a round has the round's number, further trials have numbers
+        from `trials` on."""
         further = {cell_id: itertools.count(self.trials) for cell_id in self.launches_per_round}
         of_round = [
             cell for cell in self.cells for _ in range(self.launches_per_round.get(cell.id, 1))

@@ -21,7 +21,7 @@ class ProfileRecord(Record):
     cell_id: str
     cell_name: str
     attempt: Int32 = 1
-    """1; higher if earlier attempts were interrupted"""
+    """1, or higher if earlier attempts were interrupted"""
     started_at: datetime
     """UTC"""
     status: str
@@ -49,7 +49,7 @@ class ProfileRecord(Record):
     other_seconds: tuple[float, ...] = ()
     """by rank: rest of the step"""
     overlapped_seconds: tuple[float, ...] = ()
-    """by rank: communication overlapped by other parts, thus not in the sum; empty: unknown"""
+    """by rank: communication overlapped by other parts, thus not in the sum; empty if unknown"""
     operators_seconds: tuple[float, ...] = ()
     """by rank: time in which an operator or kernel ran"""
     gpu_matmul_seconds: tuple[float, ...] = ()
@@ -69,17 +69,17 @@ class ProfileRecord(Record):
     own_seconds: tuple[float, ...] = ()
     """by rank: step time without communication and bubble"""
     straggler: Int32 | None = None
-    """rank with the longest own_seconds in every profiled step, by more than 15% over the others'
-    median"""
+    """rank with the longest own_seconds in every profiled step, by more than 15% over the other
+    ranks' median; null if there is none"""
     straggler_excess: float | None = None
-    """fraction by which its own_seconds exceed that median"""
+    """fraction by which the straggler's own_seconds exceed that median"""
     collectives: str | None = None
     """JSON: per rank a list of [operation, bytes of the whole tensor, group size, count per
     step]"""
     logical_bytes: tuple[float, ...] = ()
     """by rank: bytes per step that these collectives must send in theory"""
     theory_bytes: float | None = None
-    """bytes per step by the strategy's formula, mean of the ranks; null: no formula"""
+    """bytes per step by the strategy's formula, mean of the ranks; null if it has no formula"""
     algorithm_bytes: tuple[float, ...] = ()
     """by rank: bytes that the backend's algorithm sends for these collectives, without headers"""
     sent_bytes: tuple[float, ...] = ()
@@ -87,7 +87,7 @@ class ProfileRecord(Record):
     peak_tracked_bytes: tuple[Int64, ...] = ()
     """by rank: peak bytes of tracked tensors, sum of the next six columns"""
     peak_parameters_bytes: tuple[Int64, ...] = ()
-    """parameters at the peak, including gathered ones"""
+    """parameters at the peak, including gathered parameters"""
     peak_gradients_bytes: tuple[Int64, ...] = ()
     peak_optimizer_bytes: tuple[Int64, ...] = ()
     """optimizer state at the peak, including temporaries of the update"""
@@ -104,10 +104,11 @@ class ProfileRecord(Record):
     private_bytes: tuple[Int64, ...] = ()
     """by rank: peak memory of the tracked steps, as in trials"""
     formula_parameter_bytes: float | None = None
-    """the strategy's formula for the fullest rank; null: no formula"""
+    """value of the strategy's formula for parameters on the fullest rank; null if it has no
+    formula"""
     formula_gradient_bytes: float | None = None
     formula_optimizer_bytes: float | None = None
     formula_library_bytes: float | None = None
     formula_activation_bytes: float | None = None
-    """formula for a rank's peak activation bytes in fp32: of one micro-batch, or of all in flight
-    in a pipeline; null: no formula"""
+    """value of the strategy's formula for a rank's peak activation bytes in fp32: of one
+    micro-batch, or of all in flight in a pipeline; null if it has no formula"""

@@ -38,17 +38,18 @@ class RunRecord(Record):
     gpu_topology: str | None = None
     """JSON: connection of each pair of GPUs: NVLink (version, links) or common PCIe ancestor"""
     gpus_unused: str | None = None
-    """why torch cannot use the host's GPUs; null if it can or none exist"""
+    """why torch cannot use the host's GPUs; null if it can, or if there are none"""
     device_speed: str | None = None
     """JSON: rates of GPU 0 before the first trial: FLOP/s of matrix products by precision, bytes/s
-    of copies, seconds per kernel launch; or why not; null: no GPU cell"""
+    of copies, seconds per kernel launch; or the reason why they are missing; null if no cell needs
+    a GPU"""
     numa: str | None = None
     """JSON: CPU numbers of each NUMA node"""
     driver_version: str | None = None
     driver_cuda_version: str | None = None
     """newest CUDA version that the driver supports"""
     torch_cuda_version: str | None = None
-    """torch's CUDA version; `HIP 7.0` for ROCm, where nccl_version is RCCL's; null: no GPUs"""
+    """torch's CUDA version; `HIP 7.0` for ROCm, where nccl_version is RCCL's; null without GPUs"""
     nccl_version: str | None = None
     cudnn_version: str | None = None
     git_commit: str | None = None
@@ -67,10 +68,11 @@ class ConclusionRecord(Record):
     concluded_at: datetime
     """UTC"""
     wall_seconds: float
-    """from the command's start to its last trial or profile; if resumed, the last command's"""
+    """time from the command's start to its last trial or profile; for a resumed run, of the last
+    command"""
     trials: Int32
     compared_cells: Int32 = 0
-    """verified cells with a core per rank and an interval over a baseline"""
+    """number of verified cells that have a core per rank and an interval over a baseline"""
     half_width_median: float | None = None
     """median relative half width of the 95% intervals of throughput over the baseline's; null
     without intervals"""
@@ -95,13 +97,13 @@ class RankStep(Record):
     """mean loss of this rank's samples; null if the rank has none"""
     control_seconds: float | None = None
     """duration of the control after the step (one sample's forward and backward in a separate
-    process on the rank's cores); null without one"""
+    process on the rank's cores); null if none followed"""
     left_over_seconds: float | None = None
     """CPU time per thread of leftover work after the step; part of step_seconds"""
     training_step: Int32 | None = None
     """training step from 0; less than step after a rewind"""
     gradient_norm: float | None = None
-    """2-norm of all gradients before clipping, if known"""
+    """2-norm of all gradients before clipping; null if unknown"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,10 +160,8 @@ class Store:
         return {trial.key: trial.status for trial in self.ended_trials(run_id)}
 
     def load(self, run_ids: Sequence[str] | None = None, *, steps: bool = True) -> Results:
-        """Loads these runs, or all, oldest first.
-
-        Raises NoRuns, or UsageError for an unknown run.
-        """
+        """Loads these runs, by default all, oldest first. Raises NoRuns, or UsageError for an
+        unknown run."""
         recorded = self.run_ids()
         if not recorded:
             raise NoRuns(f"no runs in results folder {str(self.folder)!r}")
@@ -238,7 +236,8 @@ class Store:
 
 
 def _age(file: Path) -> tuple[str, str]:
-    """Returns a sort key of a run's file: its start, from the id if that has it, and the id."""
+    """Returns a sort key of a run's file: its start, taken from the id if that contains it, and the
+    id."""
     if match := _TIMED_ID.match(file.stem):
         return match[1], file.stem
     started = start_of_run(file)
@@ -332,7 +331,8 @@ class Problem:
     file: Path
     what: str
     damaged: bool = True
-    """False if the file is intact, but has another schema or inconsistent values."""
+    """Whether the file is damaged; False if it is intact, but has another schema or inconsistent
+    values."""
     column: str = ""
     row: int | None = None
     """Row of the value, from 0."""

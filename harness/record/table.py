@@ -62,7 +62,7 @@ class Record:
     @classmethod
     def from_row(cls: type[Rec], row: Mapping[str, Any]) -> Rec:
         """Builds a row from a mapping. Nulls (None, NaN, NaT) become the column's default; raises
-        ValueError without one."""
+        ValueError if it has none."""
         import pandas as pd
 
         by_column: dict[str, object] = {}
@@ -100,7 +100,8 @@ def _values(column: Column, frame: pd.DataFrame) -> list[object]:
 
 
 def _value(column: Column, value: object, present: bool) -> object:
-    """Converts to Python types, undoing pandas' floats for integers and arrays for lists."""
+    """Converts a value to the column's Python type. Undoes pandas' floats for integers and arrays
+    for lists."""
     if present:
         return _CONVERTED[column.type](value)
     if column.default is dataclasses.MISSING:

@@ -28,9 +28,9 @@ class TrialRecord(Record):
     trial: Int32
     """number within its cell, from 0"""
     attempt: Int32 = 1
-    """1; more after an interruption, missing nodes or a failed probe"""
+    """1, or more after an interruption, missing nodes or a failed probe"""
     position: Int32
-    """position in the run; -1 if left out"""
+    """position in the run's order; -1 if the cell was left out"""
 
     # How it ended.
 
@@ -47,15 +47,15 @@ class TrialRecord(Record):
     started_at: datetime
     """UTC"""
     wall_seconds: float | None = None
-    """from launch to the last process's end; null: not launched"""
+    """time from launch to the end of the last process; null if the trial was not launched"""
     startup_seconds: float | None = None
-    """from launch until the last rank has imported torch"""
+    """time from launch until the last rank has imported torch"""
     setup_seconds: float | None = None
-    """process group, model and wrapping; slowest rank"""
+    """time to make process group and model and to wrap it; slowest rank"""
     first_step_seconds: float | None = None
-    """step 0, slowest rank"""
+    """duration of step 0, slowest rank"""
     compile_seconds: float | None = None
-    """torch.compile's time during warm-up, slowest rank; null: not compiled"""
+    """torch.compile's time during warm-up, slowest rank; null if nothing is compiled"""
 
     # What is trained.
 
@@ -81,8 +81,8 @@ class TrialRecord(Record):
     """JSON: by node, hardware, address, interface, nominal and measured link, switches, NUMA and
     GPU topology"""
     links: str | None = None
-    """requested emulated link between nodes: none (unshaped), or rate and one-way delay; null: real
-    network"""
+    """requested emulated link between nodes: none (unshaped), or rate and one-way delay; null on
+    the real network"""
     link_bits_per_second: float | None = None
     """emulated link's TCP payload rate between the first two nodes, before its first trial"""
     link_latency_seconds: float | None = None
@@ -109,7 +109,7 @@ class TrialRecord(Record):
     """samples per step"""
     micro_batches: Int32
     clip_norm: float | None = None
-    """2-norm that gradients are clipped to; null: not clipped"""
+    """2-norm that gradients are clipped to; null if they are not clipped"""
     schedule: str = "constant"
     """learning-rate schedule: constant, warmup_cosine"""
     decay: str = "all"
@@ -126,7 +126,7 @@ class TrialRecord(Record):
     """how the state is saved before all ranks are killed and new ones load it: none, full (one
     file), sharded (by rank), async (sharded, during training)"""
     checkpoint_from: str | None = None
-    """strategy and devices that saved the checkpoint, if not the cell's"""
+    """strategy and devices that saved the checkpoint; null if the cell saved its own"""
     optimizer: str
     seed: Int64
     launcher: str
@@ -139,7 +139,7 @@ class TrialRecord(Record):
     """cores, and intra-op threads, per CPU device"""
     memory_limit_bytes: Int64 | None = None
     stand_in: str | None = None
-    """what was emulated or replaced, if anything"""
+    """what was emulated or replaced; null if nothing was"""
     oversubscribed: bool
     """whether ranks lack hardware threads, so times say nothing about real hardware"""
     rank_cores: tuple[str, ...] = ()
@@ -168,7 +168,8 @@ class TrialRecord(Record):
     host_state_bytes: tuple[Int64, ...] = ()
     """by rank: states in host memory while training on another device"""
     formula_parameter_bytes: float | None = None
-    """value of the strategy's formula for the fullest rank; null: no formula"""
+    """value of the strategy's formula for parameters on the fullest rank; null if it has no
+    formula"""
     formula_gradient_bytes: float | None = None
     formula_optimizer_bytes: float | None = None
     formula_library_bytes: float | None = None
@@ -200,7 +201,7 @@ class TrialRecord(Record):
     """global_batch / step_seconds_p50; over whole cycles if a strategy communicates only every few
     steps"""
     tokens_per_second: float | None = None
-    """null: no tokens"""
+    """tokens per second, counted like samples_per_second; null if samples have no tokens"""
     window_step_seconds: tuple[float, ...] = ()
     """mean step time of each window of consecutive timed steps, with equal weight for each position
     of the strategy's cycle; empty without a control"""
@@ -219,12 +220,12 @@ class TrialRecord(Record):
     idle_after: float | None = None
     """idle fraction of these cores just after"""
     foreign_load_cores: float | None = None
-    """mean cores that others kept busy in timed steps, on the busiest host"""
+    """mean number of cores that other programs kept busy in timed steps, on the busiest host"""
     gpu_before: str | None = None
     """JSON: state of the first node's GPUs just before the trial: clocks, throttling, temperature,
     power, errors, processes"""
     gpu_after: str | None = None
-    """JSON: their state just after the trial"""
+    """JSON: state of the same GPUs just after the trial"""
     gpu_use: str | None = None
     """JSON: by rank, GPU UUIDs, seconds of power or thermal throttling in timed steps, state at the
     end"""
@@ -237,11 +238,11 @@ class TrialRecord(Record):
     checkpoint_bytes: Int64 | None = None
     checkpoint_files: Int32 | None = None
     checkpoint_save_seconds: float | None = None
-    """time to save it, slowest rank; async: includes training meanwhile"""
+    """time to save the checkpoint, slowest rank; for async, including the training meanwhile"""
     checkpoint_blocked_seconds: float | None = None
     """part of checkpoint_save_seconds in which the slowest rank could not train"""
     checkpoint_load_seconds: float | None = None
-    """time to load it, slowest rank; null: loaded during set-up"""
+    """time to load the checkpoint, slowest rank; null if it was loaded during set-up"""
     checkpoint_restores_random: bool | None = None
     """whether loading restored each rank's CPU random state; null with checkpoint_from"""
     checkpoint_restores_bits: bool | None = None
@@ -254,8 +255,8 @@ class TrialRecord(Record):
     """energy of the GPUs (NVML) or the nodes' CPU packages (RAPL); null without counters
     """
     trend: float | None = None
-    """relative change of step time over the timed steps if significant (Kendall, p < 0.01), else 0;
-    null: fewer than 8 steps"""
+    """relative change of step time over the timed steps; 0 unless significant (Kendall, p < 0.01),
+    null for fewer than 8 steps"""
     flops_per_step: float | None = None
     """model FLOPs, all ranks, without recomputation"""
     hardware_flops_per_step: float | None = None
@@ -263,7 +264,8 @@ class TrialRecord(Record):
     mfu: float | None = None
     """model FLOPs utilisation; null on CPUs and for unknown peaks"""
     matmul_utilization: float | None = None
-    """model FLOPs over the GPU's measured rate (`device_speed` of the run); null if not measured"""
+    """model FLOPs over what the GPU could do at its measured rate (`device_speed` of the run); null
+    if not measured"""
     bubble_fraction: float | None = None
     """share of stage time without computation, in a separate pass"""
     expert_tokens: str | None = None
@@ -279,12 +281,12 @@ class TrialRecord(Record):
     reserved_memory_bytes: Int64 | None = None
     """peak reserved by the CUDA caching allocator, largest rank"""
     reserved_memory_bytes_by_rank: tuple[Int64, ...] = ()
-    """by rank: this peak, on its fullest device"""
+    """by rank: peak reserved by the CUDA caching allocator, on the rank's fullest device"""
     nvml_memory_bytes_by_rank: tuple[Int64, ...] = ()
-    """by rank: its memory by NVML after the timed steps; empty: unknown"""
+    """by rank: its memory by NVML after the timed steps; empty if unknown"""
     context_memory_bytes_by_rank: tuple[Int64, ...] = ()
     """by rank: NVML memory beyond what the allocator reserved: CUDA context, communication buffers,
-    libraries; empty: unknown"""
+    libraries; empty if unknown"""
     host_peak_memory_bytes_by_rank: tuple[Int64, ...] = ()
     """for cells on GPUs: peak host memory by rank (resident, not file-backed, above imports)"""
     memory_imbalance: float | None = None
@@ -316,7 +318,7 @@ class TrialRecord(Record):
     parity_max_norm_deviation: float | None = None
     """largest |gradient norm - reference| / reference"""
     gradient_norms: tuple[float, ...] = ()
-    """norm before clipping by step; empty: no clipping"""
+    """norm of all gradients before clipping, by step; empty if they are not clipped"""
     parity_max_update_deviation: float | None = None
     """|parameters - reference| / |reference's update| of parity_worst_tensor"""
     parity_max_element_deviation: float | None = None
@@ -335,9 +337,9 @@ class TrialRecord(Record):
     later_steps_verified: Int32 | None = None
     """steps after the parity segment with a compared loss"""
     later_loss_deviation: float | None = None
-    """largest |loss - reference| / |reference| of these steps"""
+    """largest |loss - reference| / |reference| of these later steps"""
     steps_taken: Int32 | None = None
-    """steps of each rank, including retrained ones"""
+    """number of steps of each rank, including retrained steps"""
     rewinds: Int32 | None = None
     """number of rewinds between timed steps"""
     rewind_skipped_reason: str | None = None
@@ -359,7 +361,7 @@ class TrialRecord(Record):
 
     @classmethod
     def of(cls, cell: Cell, **columns: Any) -> TrialRecord:
-        """Returns a trial of a cell. `columns`: those that do not follow from the cell."""
+        """Returns a trial of a cell. `columns`: values that do not follow from the cell."""
         return cls(**(cell_columns(cell) | columns))
 
 
@@ -389,7 +391,7 @@ WORST_FIRST = (
     "skipped",
     "ok",
 )
-"""Statuses from worst to best; a cell has the worst of its trials."""
+"""Statuses, worst first. A cell has the worst status of its trials."""
 NOT_LAUNCHED = ("unavailable", "refused", "skipped")
 """Statuses of trials that were not launched: unavailable here, impossible anywhere, or skipped
 because a smaller cell ran out of memory."""
@@ -440,7 +442,7 @@ def matmul_rate(column: str | None, precision: str) -> float | None:
 
 
 def distinct_cores(nodes: Sequence[Mapping[str, Any]]) -> int:
-    """Counts cores of all nodes; a machine's shared cores count once."""
+    """Counts the cores of all nodes. If nodes share a machine, its cores count once."""
     return len({(node["machine"], core) for node in nodes for core in node["cores"]})
 
 

@@ -25,11 +25,9 @@ from harness.workloads import make_workload
 def launches_per_round(
     cells: Sequence[Cell], cores: int | None = None, chosen: Choice | None = None
 ) -> dict[str, int]:
-    """Returns the trials per round by cell id, for cells with more than one.
-
-    A baseline compared with k cells gets the square root of k, rounded down, which makes all k
-    intervals narrowest (Dunnett, JASA 50, 1955, section 5). `chosen`: see `baseline_of`.
-    """
+    """Returns the trials per round by cell id, for cells with more than one trial. A baseline
+    compared with k cells gets the square root of k, rounded down, which makes all k intervals
+    narrowest (Dunnett, JASA 50, 1955, section 5). `chosen`: see `baseline_of`."""
     return {
         baseline.id: launches
         for group in _compared(cells, cores)
@@ -39,15 +37,15 @@ def launches_per_round(
 
 
 def not_compared(cells: Sequence[Cell], cores: int | None = None) -> frozenset[str]:
-    """Returns ids of cells that are oversubscribed, expected to diverge, or alone in their setting,
-    unless they are its baseline."""
+    """Returns ids of cells that are oversubscribed, expected to diverge, or alone in their setting.
+    A setting's baseline is not among them."""
     compared = {cell.id for group in _compared(cells, cores) for cell in group}
     return frozenset(cell.id for cell in cells) - compared
 
 
 def _compared(cells: Sequence[Cell], cores: int | None) -> list[list[Cell]]:
-    """Returns the groups of cells that a report ranks, and lone baselines, to which scaling
-    efficiencies may refer."""
+    """Returns the groups of cells that a report ranks, and baselines that are alone, to which
+    scaling efficiencies may refer."""
     groups = _groups([cell for cell in cells if not _crowded(cell, cores)])
     return [group for group in groups if len(group) > 1 or _planned_baseline(group)]
 
@@ -55,7 +53,7 @@ def _compared(cells: Sequence[Cell], cores: int | None) -> list[list[Cell]]:
 def planned_headline(
     plan: Plan, cores: int | None = None, chosen: Choice | None = None
 ) -> tuple[list[Cell], Cell | None] | None:
-    """Returns the cells that will lead the report, and their baseline; None if none can be
+    """Returns the cells that will lead the report, and their baseline; None if no cells can be
     compared. `chosen`: see `baseline_of`."""
     groups = [] if plan.search else _groups(plan.cells)
     number = Counter(cell.workload for cell in plan.cells)
@@ -109,8 +107,7 @@ def _planned_baseline(cells: Sequence[Cell], chosen: Choice | None = None) -> Ce
 
 
 FURTHER_SHARE = 0.25
-"""Time for further rounds, as a fraction of the time of the planned rounds, if a run has no time
-budget."""
+"""If there is no time budget, extra rounds may take this fraction of the planned rounds' time."""
 
 
 def worth_launching(
@@ -141,8 +138,9 @@ class TimeBudget:
         self.left_out = 0
 
     def leaves_out(self, position: int, cell: Cell, still_planned: Iterable[Cell]) -> bool:
-        """Returns whether to drop a planned trial, because it and all shorter ones together exceed
-        the remaining time. `still_planned`: the cell of each trial that is not launched yet."""
+        """Returns whether to drop a planned trial, because it and all shorter trials together
+        exceed the remaining time. `still_planned`: the cell of each trial that is not launched
+        yet."""
         if position not in self.spare:
             return False
         budget = self.plan.time_budget_seconds or math.inf

@@ -20,11 +20,12 @@ from harness.workloads.counts import model_facts
 @dataclass(frozen=True)
 class Inputs:
     start_seconds: float
-    """Start and end of a trial, with its comparison."""
+    """Seconds to start and end a trial, and to compare it with the reference."""
     slow_start_seconds: float
-    """Extra time for torch.compile or new interpreters (spawn, mpirun, accelerate launch)."""
+    """Additional seconds for torch.compile or new interpreters (spawn, mpirun, accelerate
+    launch)."""
     micro_batch_seconds: float
-    """Python, kernel launches and latency of collectives."""
+    """Seconds per micro-batch for Python, kernel launches and the latency of collectives."""
     flops_per_second: float
     """Rate of a CPU core, or of a GPU of unknown peak."""
 
@@ -45,16 +46,16 @@ LEAST_LIMIT_SECONDS = 120.0
 
 
 def has_control(cell: Cell) -> bool:
-    """Returns whether a control can run between steps: not on GPUs, where it needs memory, nor on
-    several nodes."""
+    """Returns whether a control can run between steps. It cannot on GPUs, where it needs memory,
+    nor on several nodes."""
     return cell.device == "cpu" and cell.nodes == 1
 
 
 def trial_seconds(
     cell: Cell, cores: int | None, gpu: str | None = None, timed_seconds: float = 0.0
 ) -> float:
-    """Returns one trial's predicted seconds. `cores`: a node's; None: enough. `gpu`: NVML's name.
-    `timed_seconds`: see Plan."""
+    """Returns one trial's predicted seconds. `cores`: those of a node; if None, there are enough.
+    `gpu`: NVML's name. `timed_seconds`: see Plan."""
     inputs, strategy = GPU if cell.device == "cuda" else CPU, make_strategy(cell)
     try:
         layout = strategy.layout(cell.devices)
@@ -107,7 +108,7 @@ def _on_links(cell: Cell) -> float:
 
 
 def time_limit_seconds(cell: Cell, gpu: str | None) -> float:
-    """Returns the time limit of a GPU cell that sets none."""
+    """Returns the time limit of a GPU cell that sets none itself."""
     return max(LEAST_LIMIT_SECONDS, round(LIMIT_FACTOR * trial_seconds(cell, 1, gpu)))
 
 
@@ -119,7 +120,8 @@ class References:
 
 
 def references_of(cells: Sequence[Cell], cores: int | None, gpu: str | None) -> References:
-    """Returns the number, total time and disk space of references; noisy ones run twice."""
+    """Returns the number, total time and disk space of references. References that measure noise
+    run twice."""
     from harness.parity.reference_runs import is_noisy, kept_bytes, reference_cell, reference_key
     from harness.parity.verdict import in_fp32
 
@@ -140,8 +142,8 @@ MOST_RUNS = 20
 def _seconds_before(
     store: Store, cell_ids: set[str], hardware: Mapping[str, object]
 ) -> dict[str, float]:
-    """Returns median seconds by cell id, each from the newest run with any. Interleaved trials also
-    wait for others, so they count only for cells without separate ones."""
+    """Returns median seconds by cell id, each from the newest run that has any. Interleaved trials
+    also wait for other trials, so they count only for cells without separate trials."""
     medians: dict[str, float] = {}
     for run_id in store.run_ids()[: -MOST_RUNS - 1 : -1]:
         if hardware and not _ran_on(store, run_id, hardware):

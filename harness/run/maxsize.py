@@ -67,11 +67,9 @@ def wide_size(ranks: int) -> int:
 def largest(
     fits: Callable[[int], bool], guess: int, most: int = MOST_STEPS
 ) -> tuple[int, int | None]:
-    """Returns the largest size that fits (0: none), and the smallest that does not (None: all up to
-    `most` fit).
-
-    Doubles strides from the guess until both are known, then bisects.
-    """
+    """Returns the largest size that fits, and the smallest that does not. The first is 0 if none
+    fits; the second is None if all up to `most` fit. Doubles strides from the guess until both are
+    known, then bisects."""
     low, high = 0, most + 1
     size = min(max(1, guess), most)
     stride = max(1, size // 32)
@@ -99,12 +97,10 @@ def token_step(workload: str, ranks: int, budget: int) -> int:
 
 
 def predict(cell: Cell, budget: int, tokens: int = 0) -> SearchPlan:
-    """Predicts the largest size that fits the budget. `cell`: at one search step.
-
-    `step`: parameters of one block, or tokens, per search step. `parameters`: parameters, or
-    tokens, after `blocks` search steps. `activations`: peak activation bytes at the first search
-    step, and those that each further one adds.
-    """
+    """Predicts the largest size that fits the budget. `cell`: at one search step. `step`:
+    parameters of one block, or tokens, per search step. `parameters`: parameters, or tokens, after
+    `blocks` search steps. `activations`: peak activation bytes at the first search step, and what
+    each further step adds."""
 
     def after(steps: int) -> Cell:
         return cell_at_size(cell, steps, tokens)
@@ -124,7 +120,7 @@ def predict(cell: Cell, budget: int, tokens: int = 0) -> SearchPlan:
 
 
 def most_steps(cell: Cell, tokens: int = 0) -> int:
-    """Returns the most search steps; the model's positions limit sequences."""
+    """Returns the maximum number of search steps; the model's positions limit sequences."""
     positions = make_workload(cell.workload).max_tokens if tokens else 0
     return min(MOST_STEPS, positions // tokens) if positions else MOST_STEPS
 
@@ -149,8 +145,9 @@ def plan_of(
 
 
 def first_guess(predicted: SearchPlan, budget: int, tokens: int) -> int:
-    """Returns the search steps to try first: the formula's, reduced for memory outside tensors.
-    Without one, assumes 16 bytes per parameter, or that activations fill the budget."""
+    """Returns the number of search steps to try first. It follows from the formula, reduced for
+    memory outside tensors. Without a formula, assumes 16 bytes per parameter, or that activations
+    fill the budget."""
     usable = max(budget // 2, budget - OVERHEAD)
     step = int(predicted["step"])
     if steps := predicted["blocks"]:
@@ -174,7 +171,7 @@ class Search:
     _known: dict[tuple[str, int], list[str]] = field(default_factory=dict)
 
     def run(self) -> bool:
-        """Returns False if interrupted."""
+        """Runs the search. Returns False if it was interrupted."""
         plan, store = self.runner.plan, self.runner.store
         assert plan.search is not None
         for row in (

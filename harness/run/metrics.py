@@ -44,12 +44,12 @@ from harness.workloads.workload_variants import FLOAT8
 
 Number = TypeVar("Number", int, float)
 WINDOW_STEPS = 8
-"""Timed steps whose times are averaged; slow spells of a machine last longer."""
+"""Number of timed steps whose times are averaged; slow spells of a machine last longer."""
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """One device's FLOP/s in a cell's precision; None if unknown."""
+    """FLOP/s of one device in a cell's precision. Unknown rates are None."""
 
     datasheet: float | None = None
     matmul: float | None = None
@@ -63,8 +63,8 @@ def with_metrics(
     peaks: Peaks,
     cycle: int = 1,
 ) -> TrialRecord:
-    """Adds the measurements of a trial's finished ranks. `cycle`: steps after which the strategy's
-    work repeats."""
+    """Adds the measurements of a trial's finished ranks. `cycle`: number of steps after which the
+    strategy's work repeats."""
     ranks = [answer.trained for answer in answers if answer.trained]
     trial = _with_speed(trial, cell, ranks, facts, peaks, cycle)
     trial = _with_windows(trial, ranks, cycle)
@@ -91,7 +91,8 @@ def with_metrics(
 
 
 def _joules_per_step(answers: Sequence[RankAnswer], device: str) -> float | None:
-    """Sums the ranks' energy. Nodes of one machine count the same CPU packages, so one counts."""
+    """Sums the ranks' energy. Nodes of one machine report the same CPU packages, so only one node
+    counts."""
     nodes: dict[str | None, dict[int | None, float]] = {}
     for answer in answers:
         if answer.trained:
@@ -221,7 +222,7 @@ def _time_slices(
 
 
 def _with_memory(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """Adds the peaks of ranks measured like rank 0, so not a parameter server's."""
+    """Adds the peaks of ranks that are measured like rank 0, which excludes parameter servers."""
     method = ranks[0].memory_method
     peaks = all_known([rank.peak_memory_bytes for rank in ranks if rank.memory_method == method])
     reserved = [r for rank in ranks if (r := rank.reserved_memory_bytes) is not None]

@@ -25,12 +25,12 @@ from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 
 MOST_OF_FREE_MEMORY = 0.25
-"""Largest fraction of available memory for copies of ranks' states (harness/worker/rewind.py)."""
+"""Maximum fraction of available memory for copies of ranks' states (harness/worker/rewind.py)."""
 SAMPLES_PER_CONTROL = 8
-"""Samples that a rank trains between controls. Ranks restart together after one, which favours
-frequent synchronisation."""
+"""Number of samples that a rank trains between controls. Ranks restart together after a control, so
+frequent controls would favour strategies that synchronise often."""
 LAUNCHES_PER_REWIND = 3
-"""One trial in this many rewinds the state, which takes a second."""
+"""Number of trials of which one rewinds the state. Not all do, because a rewind takes a second."""
 REWOUND_ELSEWHERE = "another trial of the cell is rewound"
 
 
@@ -47,7 +47,8 @@ class PreparedTrial:
         timed_steps: int | None = None,
     ) -> None:
         """`timed_seconds`: see Plan.timed_seconds_of. `launches`: the cell's planned trials. `seed`
-        and `key` decide whether and when it rewinds. `timed_steps`: an interleaved trial's."""
+        and `key` decide whether and when it rewinds. `timed_steps`: number of timed steps of an
+        interleaved trial."""
         self.cell, self.key, self.position, self.reference = cell, key, position, reference
         self.known = reference if reference and reference.exists else None
         if self.known:

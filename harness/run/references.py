@@ -65,7 +65,7 @@ FLOPS_FOR_THREADS = 1e9
 
 @dataclass
 class ReferenceRuns:
-    """Caches reference runs on disk, launching missing ones."""
+    """Caches reference runs on disk, and launches those that are missing."""
 
     failures: dict[str, str] = field(default_factory=dict)
 
@@ -76,7 +76,7 @@ class ReferenceRuns:
         announce: Callable[[str], None],
     ) -> dict[str, Reference]:
         """Returns every cell's reference by `reference_key`. `announce`: called for each launch.
-        Raises KeyboardInterrupt if the user stops one."""
+        Raises KeyboardInterrupt if the user interrupts a launch."""
         references: dict[str, Reference] = {}
         all_cells = compared(cells)
         make_room(all_cells)
@@ -119,7 +119,7 @@ class ReferenceRuns:
         announce: Callable[[str], None],
     ) -> None:
         """Trains the reference again with other rounding, if its losses and parameters depend on
-        rounding and it is not measured yet."""
+        rounding and the noise is not measured yet."""
         training = reference_cell(cell)
         if reference.noise is not None or not is_noisy(training):
             return
@@ -209,8 +209,8 @@ def _with_steps(reference: Cell, steps: int) -> Cell:
 
 
 def _on_all_cores(reference: Cell) -> Cell:
-    """Returns the cell on all cores, unless its steps are too short to gain from threads, which on
-    a busy machine wait long for each other."""
+    """Returns the cell on all cores, unless its steps are too short to gain from threads. On a busy
+    machine, threads wait long for each other."""
     facts = model_facts(make_workload(reference.workload), reference.sequence_length)
     short = facts.flops_per_sample * reference.global_batch < FLOPS_FOR_THREADS
     if reference.device != "cpu" or short:
@@ -252,10 +252,8 @@ def _ranks_agree(cell: Cell, step: int) -> bool:
 
 
 def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Verification:
-    """Returns a trial's verdict; unknown without a reference, because of `why_not`.
-
-    Until the reference's drift is measured, later losses must stay in the narrowest envelope.
-    """
+    """Returns a trial's verdict. Without a reference it is `unknown`, with the reason `why_not`.
+    Until the reference's drift is measured, later losses must stay in the narrowest envelope."""
     cell, reference = prepared.cell, prepared.known
     noise = noise_for(cell, reference) if reference else None
     reference_losses = reference.facts["losses"][: cell.parity_steps] if reference else []
@@ -353,7 +351,7 @@ class _Judging:
         return tight if tight.verdict in VERIFIED else unverifiable(verdict, self.no_exchange)
 
     def ahead(self, step: int) -> _Judging:
-        """Returns a judge of a replay ahead that begins at this step."""
+        """Returns a judge for a replay ahead that begins at this step."""
         assert self.reference is not None
         losses = [*self.reference_losses[:step], *self.reference.ahead_losses]
         return replace(self, reference_losses=losses)

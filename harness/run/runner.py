@@ -47,7 +47,7 @@ from harness.seam.registry import make_strategy
 from harness.worker.spec import STEPS_IN_A_TURN
 
 HEAT_SECONDS = 3.0
-"""Timed seconds of an interleaved trial of the race."""
+"""Timed seconds of an interleaved trial of the race, which is part of a heat."""
 FEWEST_TURNS, MOST_TURNS = 6, 48
 REPEATED = ("interrupted", "unavailable")
 """Statuses of scheduled trials that a resumed run repeats: missing nodes may be back."""
@@ -86,8 +86,7 @@ class Runner:
     """Number of this runner's share of the cells, and number of shares."""
     measure_gpu: Callable[[], SpeedMeasurement] = measure_apart
     baseline: Choice | None = None
-    """Accepts the cells that others are compared with. None accepts DDP, or else the single
-    process."""
+    """Selects the baseline cell. By default DDP, or the single process if the run has no DDP."""
     _budget: TimeBudget = field(init=False)
     _recorded: list[TrialRecord] | None = None
     """Trials of this run. None before the first further round."""
@@ -135,7 +134,8 @@ class Runner:
         return pending
 
     def make_room(self) -> None:
-        """Evicts old references; raises UsageError if new ones do not fit on the disk."""
+        """Evicts old references. Raises UsageError if the missing references do not fit on the
+        disk."""
         make_room(compared([trial.cell for trial in self.open_trials()]))
 
     def begin(self) -> bool:
@@ -191,7 +191,8 @@ class Runner:
         resources: contextlib.ExitStack,
         listener: ProgressListener,
     ) -> InterleavedLauncher:
-        """Returns the heats' launcher, started for the first heat and closed with `resources`."""
+        """Returns the launcher of heats (interleaved batches of trials), started for the first heat
+        and closed with `resources`."""
         if self._heats is None:
             listener.preparing("importing packages for trials that train interleaved")
             racing = packages([trial.cell for trial in pending])
@@ -202,7 +203,7 @@ class Runner:
         return self._heats
 
     def plan_extra_round(self, listener: ProgressListener) -> list[PendingTrial]:
-        """Returns the trials of `worth_launching` that time allows."""
+        """Returns those of the trials that `worth_launching` chooses for which there is time."""
         if not self.plan.until_answered or self.share[1] > 1:
             return []  # One share of the cells cannot show which cell is fastest.
         if self._recorded is None:
@@ -267,7 +268,7 @@ class Runner:
 
     def _seconds(self, cell: Cell, trial: int, turns: int) -> float:
         """Returns the expected duration of a trial, from the cell's trials of the same kind and
-        nearest length. `turns`: number in a heat; 0: a separate trial."""
+        nearest length. `turns`: number of the trial's turns in a heat; 0 for a separate trial."""
         earlier = [recorded for recorded in self._recorded or () if recorded.cell_id == cell.id]
         steps = [recorded.step_seconds_mean for recorded in earlier if recorded.step_seconds_mean]
         step_seconds = median(steps) if steps else 0.0

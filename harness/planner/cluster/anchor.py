@@ -11,7 +11,8 @@ USUAL_FACTOR = 1.4
 interval."""
 NOISE, NOISE_WEIGHT = 0.08, 4
 """Standard deviation of log times around a GPU's common error, and the number of runs that this
-belief is worth. It is that of 36 published runs on A100 (docs/studies/fine-tuning-fits.md)."""
+assumption is worth. The deviation is that of 36 published runs on A100
+(docs/studies/fine-tuning-fits.md)."""
 NORMAL = 1.2816
 """Bound of the 80% interval of a standard normal distribution."""
 BIAS = math.sqrt((math.log(USUAL_FACTOR) / NORMAL) ** 2 - NOISE**2)
@@ -26,7 +27,7 @@ class Anchor:
     runs: int
     source: str
     factor: float
-    """Expected ratio of a measured time to a predicted one."""
+    """Expected ratio of measured to predicted time."""
     half_width: float
     """Half-width of the 80% interval of a further run's log time."""
 
@@ -39,13 +40,13 @@ class Anchor:
 
 
 def anchor_of(errors: Sequence[float], source: str) -> Anchor:
-    """Returns the correction that follows from runs, given each one's log of measured over
+    """Returns the correction that follows from runs, given the log of each run's measured over
     predicted time.
 
-    All runs share an error with prior N(0, BIAS^2), which few runs hardly move, and each has noise
-    of its own. The noise's variance, which is estimated first, has a scaled inverse chi-squared
-    prior, so a further run follows Student's t distribution. Source: Gelman and others, Bayesian
-    Data Analysis, 3rd edition, sections 2.5, 2.6 and 3.3.
+    All runs share an error with prior N(0, BIAS^2), which few runs hardly move, and each run has
+    noise of its own. The noise's variance, which is estimated first, has a scaled inverse
+    chi-squared prior, so a further run follows Student's t distribution. Source: Gelman and others,
+    Bayesian Data Analysis, 3rd edition, sections 2.5, 2.6 and 3.3.
     """
     from scipy.stats import t
 

@@ -209,13 +209,11 @@ class MemoryLimit:
     share: float
     """Share of device memory that half of the runs can use."""
     spread: float
-    """Standard deviation of its log."""
+    """Standard deviation of the logarithm of that share."""
 
     def passed(self, demand: Floats, memory_bytes: float, deviation: Floats) -> Floats:
-        """Returns the probability that a demand in bytes is below the limit.
-
-        `deviation`: standard deviation of its log.
-        """
+        """Returns the probability that a demand in bytes is below the limit. `deviation`: standard
+        deviation of the log demand."""
         spread = np.hypot(self.spread, deviation)
         result: Floats = ndtr(np.log(self.share * memory_bytes / demand) / spread)
         return result
@@ -249,16 +247,14 @@ class ClusterSpread:
     """Mean log slowdown beyond `room`."""
     slow_spread: float
     nodes: Widening
-    """Widening per doubling of nodes, or of a model-parallel axis, beyond the measured ones."""
+    """Widening per doubling of nodes, or of a model-parallel axis, beyond those measured."""
     shape: Widening
     """Widening per doubling of parameters beyond the measured models."""
 
     def upper(self, half_width: Floats, slow: Floats) -> Floats:
-        """Returns the half-width above the predicted log step time, at least `half_width`.
-
-        It is the 0.9-quantile of a mixture of full-speed runs and a share `slow` of slow ones
-        (arrays of one shape).
-        """
+        """Returns the half-width above the predicted log step time, at least `half_width`. It is
+        the 0.9-quantile of a mixture of full-speed runs and a share `slow` of slow runs (arrays of
+        one shape)."""
         tenth = np.minimum(slow, 0.0999)
         within = half_width / ndtri(0.9) * ndtri(0.9 / (1 - tenth))
         share = np.clip(0.1 / np.maximum(slow, 0.1), 0.001, 0.999)
@@ -281,7 +277,8 @@ class CalibratedRange:
         return float(max(0.0, np.log2(low / parameters), np.log2(parameters / high)))
 
     def layout_beyond(self, nodes: Ints, tensor: Ints, pipeline: Ints) -> Floats:
-        """Returns doublings of nodes and axes above the range, summed; others count 0."""
+        """Returns by how many doublings nodes and axes exceed the measured range, summed; those
+        within it count 0."""
         total: Floats = np.zeros(len(nodes))
         most = (self.nodes[1], self.tensor, self.pipeline)
         for value, limit in zip((nodes, tensor, pipeline), most, strict=True):
@@ -300,7 +297,7 @@ class ClusterCalibration:
     range: CalibratedRange
     links: str
     anchor: Anchor | None = None
-    """Correction by runs of the user's own. None if there are none."""
+    """Correction by the user's own runs. None if there are none."""
 
     def time_on(self, links: str) -> TimeConstants:
         """Returns the step-time constants; `pipeline_stall` is 0 on unmeasured links."""

@@ -39,15 +39,15 @@ SLOW_LINK = 64e9
 """Bytes per second of PCIe 5.0, below which links within a node count as slow."""
 GOALS = ("throughput", "memory", "cost", "energy")
 REFINED = 256
-"""Layouts whose pipelines are simulated, best first."""
+"""Number of best layouts whose pipelines are simulated."""
 MOST_STAGES, MOST_SIMULATED = 64, 128
-"""Most stages and micro-batches simulated."""
+"""Maximum number of stages, and of micro-batches, of a simulated pipeline."""
 MOST_DEVICES = 2**16
 SURE = 0.9
-"""Probability from which a layout fits, if memory is the goal."""
+"""Probability of fitting from which a layout counts as fitting, if memory is the goal."""
 MOST_SIZES = 5
 SPAN = 16.0
-"""Largest ratio between the sizes of compared models."""
+"""Maximum ratio between the sizes of compared models."""
 STEPS_BELOW, STEPS_ABOVE = 3, 2
 """Halvings and doublings of the question's device count."""
 PART_WORDS = {
@@ -60,7 +60,8 @@ PART_WORDS = {
     "update": "the optimizer's update",
 }
 RISKIER = 0.95
-"""Share of the winner's probability of fitting below which another's is mentioned."""
+"""Share of the winner's probability of fitting below which the probability of another layout is
+mentioned."""
 _Bounded: TypeAlias = tuple[float, float, float]
 """Predicted value and the bounds of its 80% interval."""
 
@@ -93,7 +94,7 @@ class ClusterCandidate:
     joules_low: float | None = None
     joules_high: float | None = None
     rehearsed_bytes: float | None = None
-    """Peak that a rehearsal of the suite's code found, if asked for."""
+    """Peak that a rehearsal of the suite's code found. None if no rehearsal was asked for."""
     rehearsal: str = ""
     """Rehearsed strategy, or the reason why there is no rehearsal."""
 
@@ -126,11 +127,8 @@ def plan(
     price_per_hour: float | None = None,
     layouts: PlannedLayouts | None = None,
 ) -> ClusterPlan:
-    """Ranks all layouts of a question.
-
-    `price_per_hour`: per device. Raises UsageError with the nearest answerable question if none
-    fits.
-    """
+    """Ranks all layouts of a question. `price_per_hour`: of one device. Raises UsageError with the
+    nearest answerable question if no layout fits."""
     if top < 1:
         raise UsageError(f"top {top}: give the number of layouts to return, at least 1")
     if goal not in GOALS:
@@ -306,7 +304,7 @@ def _fits(question: ClusterQuestion, calibration: ClusterCalibration) -> bool:
 
 
 def _more_devices(question: ClusterQuestion, calibration: ClusterCalibration) -> int:
-    """Doubles the devices until a layout fits; 0 if none does."""
+    """Doubles the devices until a layout fits and returns their number; 0 if none fits."""
     cluster, devices = question.cluster, question.devices
     while devices < MOST_DEVICES:
         devices = (
@@ -324,7 +322,7 @@ def _more_devices(question: ClusterQuestion, calibration: ClusterCalibration) ->
 
 
 def _shorter_sequence(question: ClusterQuestion, calibration: ClusterCalibration) -> int:
-    """Returns the longest shorter power of two that fits; 0 if none does."""
+    """Returns the largest power of two below the requested sequence length that fits, or 0."""
     low, high = -1, (question.sequence_length - 1).bit_length()
     while high - low > 1:
         middle = (low + high) // 2
@@ -338,7 +336,7 @@ Square: TypeAlias = tuple[ClusterQuestion, "ClusterCandidate | str"]
 
 
 def neighbours(shape: ModelShape) -> list[ModelShape]:
-    """Returns the model and published ones of similar size, without near duplicates."""
+    """Returns the model and published models of similar size, without near duplicates."""
     chosen = [shape]
     near = [
         other
@@ -491,7 +489,7 @@ def _memory(plan: ClusterPlan, best: ClusterCandidate) -> str:
 
 
 def open_questions(candidates: Sequence[ClusterCandidate], goal: str) -> list[ClusterCandidate]:
-    """Returns candidates tied with the first one in what the goal ranks by."""
+    """Returns the candidates that are tied with the first in what the goal ranks by."""
     first = _goal_value(candidates[0], goal)
     return [
         candidate

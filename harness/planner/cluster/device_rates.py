@@ -19,7 +19,7 @@ All-reduce: between 436 of 450 GB/s on H100 nodes (Ultra-Scale Playbook) and 230
 A100 nodes. Gathers: 250 of 450 on H100 nodes (same source).
 """
 FABRIC_SHARE = 0.75
-"""Largest share of Infinity Fabric's rate on which RCCL counts (ROCm/rccl, issue 1210)."""
+"""Maximum share of Infinity Fabric's rate that RCCL reaches (ROCm/rccl, issue 1210)."""
 PCIE_BYTES_PER_SECOND = {"pcie": 12e9, "pcie-p2p": 24e9}
 """Bus bytes per second of collectives over PCI Express 4.0 x16. NCCL reaches 24 GB/s below a host
 bridge (NVIDIA/nccl-tests, issue 307); half is assumed without peer-to-peer (GeForce)."""
@@ -64,7 +64,8 @@ def bytes_per_second(text: str) -> float | None:
 
 
 def missing_bf16(model: GpuModel) -> str:
-    """Returns a warning about times on a GPU without bf16 arithmetic; empty if it has that."""
+    """Returns a warning about predicted times if the GPU lacks bf16 arithmetic; empty if it has
+    it."""
     if model.bf16_flops_per_second:
         return ""
     return (

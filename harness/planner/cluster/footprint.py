@@ -42,12 +42,12 @@ WORKSPACE_BYTES = 67.1e6
 CONTEXT_BYTES, DISPLAY_BYTES, COLLECTIVE_BYTES = 0.6e9, 0.4e9, 0.5e9
 """Memory outside torch's allocator: CUDA context, desktop on consumer cards, collective buffers."""
 DORA_BYTES = 12.0
-"""Temporary bytes per element of a target whose norms peft 0.21 computes: weight, adapter's product
-and their sum, in fp32."""
+"""Temporary bytes per element of a target whose norms peft 0.21 computes: the weight, the adapter's
+product and their sum, in fp32."""
 FRAGMENTED = 0.05
 """Share of a step's temporary bytes that fragmentation makes unusable."""
 MOST_CERTAIN = 0.98
-"""Highest probability ever given."""
+"""Maximum probability that is ever given."""
 SPREAD = 0.04
 """Standard deviation of log peak memory for Llama shapes on one or two GPUs."""
 SPREADS = {
@@ -68,13 +68,13 @@ class Footprint:
     """Bytes on the fullest GPU."""
 
     loaded: float
-    """Parameters before the first step."""
+    """Bytes of the parameters before the first step."""
     kept: float
-    """Parameters, optimizer state and DDP's buckets."""
+    """Bytes between steps: parameters, optimizer state and DDP's buckets."""
     gradients: float
     """Gradients at the end of backward."""
     gathered: float
-    """Parameters of other ranks."""
+    """Bytes of parameters that other ranks own."""
     start: float
     """Peak at the first layer, when FSDP2 still holds the buffers of its first two gathers."""
     loss: float
@@ -184,13 +184,11 @@ def _last_layer(shape: ModelShape, recipe: Recipe) -> float:
 
 
 def _reducing(shape: ModelShape, recipe: Recipe, layer_activations: float) -> float:
-    """Returns the most bytes beyond states while FSDP reduces gradients in backward.
-
-    A layer's whole gradients are copied for their reduction while the next layer is gathered.
-    Those of embedding and head, which are one unit, stay whole until the end. FSDP2 copies them
+    """Returns the maximum number of bytes beyond states while FSDP reduces gradients in backward. A
+    layer's whole gradients are copied for their reduction while the next layer is gathered. The
+    gradients of embedding and head, which are one unit, stay whole until the end. FSDP2 copies them
     after it has freed the unit's parameters (torch 2.13, `FSDPParamGroup.post_backward`), FSDP1
-    copies them into its flat gradient before.
-    """
+    copies them into its flat gradient before."""
     of = STATES[recipe.precision]
     whole, copied = of.element / recipe.tensor, of.reduced / recipe.tensor
     flat = recipe.library not in FSDP2
@@ -221,10 +219,8 @@ def _frozen(shape: ModelShape, recipe: Recipe, shards: int) -> float:
 
 
 def _gathered(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns bytes that FSDP has gathered: embedding, head and one layer.
-
-    Native code wraps the first two separately and prefetches a layer.
-    """
+    """Returns the bytes that FSDP has gathered: embedding, head and one layer. Native code wraps
+    embedding and head separately and prefetches a layer."""
     if not recipe.gathers:
         return 0.0
     element = STORED[recipe.base][0] if recipe.adapter else STATES[recipe.precision].element
@@ -249,7 +245,7 @@ def _uploaded(shape: ModelShape, recipe: Recipe) -> float:
 
 
 def host_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns bytes of host memory that offloaded states of all GPUs need."""
+    """Returns the bytes of host memory that the offloaded states of all GPUs need."""
     of = STATES[recipe.precision]
     if not recipe.adapter:
         return (of.parameter + of.gradient + of.optimizer) * shape.parameters
@@ -359,11 +355,9 @@ def _attention_bytes(shape: ModelShape, recipe: Recipe) -> float:
 
 
 def _feed_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns the bytes of the feed-forward block between its products.
-
-    A gated one keeps both factors, the activated gate and the product. CUDA's autocast computes
-    powers in fp32, which makes later tensors of NewGELU fp32.
-    """
+    """Returns the bytes of the feed-forward block between its products. A gated block keeps both
+    factors, the activated gate and the product. CUDA's autocast computes powers in fp32, which
+    makes later tensors of NewGELU fp32."""
     element, feed = _element(recipe), shape.active_feed_forward
     activation = shape.layer_code.activation
     if shape.gated:
@@ -422,11 +416,9 @@ def _softcapped(shape: ModelShape, recipe: Recipe) -> bool:
 
 
 def norm_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns the bytes per element that a norm keeps for backward, without its output.
-
-    LayerNorm and fused norms keep the input alone, transformers' RMSNorm an fp32 copy. If trained,
-    it also keeps the normalised tensor, in the type in which it applies the weight.
-    """
+    """Returns the bytes per element that a norm keeps for backward, without its output. LayerNorm
+    and fused norms keep the input alone, transformers' RMSNorm an fp32 copy. If the norm is
+    trained, it also keeps the normalised tensor, in the type in which it applies the weight."""
     fp32 = _element(recipe) == 4.0
     if shape.layer_code.layer_norm:
         return 4.0 if fp32 or _casts(recipe) else 2.0

@@ -24,15 +24,15 @@ GIGA = 1e9
 HOST_MEMORY_SHARE = 2.0
 """Host memory relative to the memory of a node's devices. Assumed; DGX A100 and H100 have 3."""
 WIRE_SHARE = 0.73
-"""Share of the rate between nodes in a large all-reduce: 36.5 of 50 GB/s on 4 nodes of 8 B200 (S.
-Bekman, Machine Learning Engineering, networks, 2026)."""
+"""Share of the rate between nodes that a large all-reduce reaches: 36.5 of 50 GB/s on 4 nodes of 8
+B200 (S. Bekman, Machine Learning Engineering, networks, 2026)."""
 
 
 @dataclass(frozen=True)
 class Cluster:
     device: str
     flops_per_second: float
-    """Dense bf16 peak; fp16 on devices without bf16."""
+    """Dense peak in bf16; on devices without bf16, in fp16."""
     reached_flops_per_second: float
     """Rate of the device's best matrix product."""
     memory_bytes: float
@@ -48,7 +48,8 @@ class Cluster:
     host_memory_bytes: float
     """Host memory per node."""
     switched: bool = True
-    """Whether a device reaches any other of its node over all its links, not over one per pair."""
+    """Whether a device reaches any other device of its node over all its links, instead of over one
+    link per pair."""
     links: str = ""
     host_bytes_per_second: float = 25e9
     """Rate between device and host memory, per direction."""
@@ -121,8 +122,8 @@ def cluster_of(
 
     `link` is a name in hardware.yaml or `INSIDE,BETWEEN`: the link within a node (`inside_node`),
     and each device's rate to other nodes (`400gbit`), empty for a single node. `host_memory_bytes`:
-    per node; None assumes HOST_MEMORY_SHARE. Raises UsageError for an unknown device or link, or an
-    impossible amount.
+    per node; if None, HOST_MEMORY_SHARE is assumed. Raises UsageError for an unknown device or
+    link, or an impossible amount.
     """
     if per_node < 1:
         raise UsageError(f"devices per node is {per_node}; give at least 1")
@@ -157,7 +158,8 @@ def cluster_of(
 
 
 def _rates(model: GpuModel, per_node: int, link: str) -> tuple[float, float, float | None]:
-    """Returns bytes per second of all-reduce and gathers in a node, and of a device to others."""
+    """Returns three rates in bytes per second: of an all-reduce in a node, of gathers in a node,
+    and from a device to other nodes."""
     if chosen := measured_links().get(link):
         return GIGA * chosen.reduce, GIGA * chosen.gather, GIGA * chosen.rate
     inner, _, outer = (part.strip() for part in link.lower().partition(","))

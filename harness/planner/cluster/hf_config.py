@@ -38,7 +38,8 @@ class ConfigFamily:
     out_bias: bool = False
     feed_bias: bool = False
     head_norms: int = 0
-    """1 for norms of single heads, 2 for norms over the width of all heads."""
+    """Norms of queries and keys: 1 if each head has its own, 2 if they span the width of all heads,
+    0 without any."""
     fp32_norms: bool = False
     softcapped: bool = False
     head_bias: bool = False
@@ -124,9 +125,10 @@ TEXT_SIZES: dict[str, tuple[int, ...]] = {
     "gemma2": (2304, 26, 8, 4, 9216, 256000, 256),
     "gemma3_text": (2304, 26, 8, 4, 9216, 262208, 256),
 }
-"""transformers' defaults of SIZES, 0 if they follow from others. A `text_config` omits them."""
+"""transformers' defaults of SIZES; 0 if a size follows from the other sizes. A `text_config` omits
+them."""
 USUAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-"""Names under which transformers' configs have their sizes, if any."""
+"""Names that most of transformers' configs give to their sizes."""
 DROPOUTS = ("resid_pdrop", "dropout", "hidden_dropout", "residual_dropout")
 """Names of the share of hidden elements that layers drop."""
 UNTIED_BY_CONFIG = "tie_word_embeddings"
@@ -251,7 +253,8 @@ def _falcon_norms(config: Config) -> int:
 
 
 def _text_config(config: Config) -> Config:
-    """Returns the text model's entries with transformers' defaults; empty if not supported."""
+    """Returns the text model's entries with transformers' defaults; empty if its type is not
+    supported."""
     text = config.get("text_config")
     if str(config.get("model_type")) in FAMILIES or not isinstance(text, dict):
         return {}
@@ -303,7 +306,8 @@ def _kv_heads(config: Config, kind: str, heads: int, size: Callable[..., int]) -
 
 
 def _others(config: Config, kind: str, family: ConfigFamily, shape: ModelShape) -> int:
-    """Returns parameters beyond Llama's matrices and norms, which ModelShape counts."""
+    """Returns the number of parameters beyond Llama's matrices and norms, which ModelShape
+    counts."""
     hidden, feed = shape.hidden, shape.feed_forward
     bias = bool(config.get(family.bias_key)) if family.bias_key else False
     layer_norms = family.layer_norms

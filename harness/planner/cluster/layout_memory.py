@@ -35,13 +35,13 @@ class LayoutMemory:
     activations: Floats
     """Tensors kept for backward by all micro-batches in flight."""
     pending: Floats
-    """Activations freed once the device has caught up with its launches."""
+    """Activations that are freed only once the device has caught up with its launches."""
     working: Floats
     """Gradient buckets, gathered parameters, workspaces."""
     demand: Floats
     """Bytes the allocator would reserve without a limit."""
     reserved: Floats
-    """Bytes reserved; less near the limit."""
+    """Bytes that the allocator reserves; less than `demand` near the limit."""
 
     @property
     def allocated(self) -> Floats:
@@ -90,10 +90,8 @@ def _parameters(shape: ModelShape, stage: LayerStage, expert_ranks: Ints) -> Flo
 
 
 def _states(held: Floats, owned: Floats, layouts: PlannedLayouts, of: StateBytes) -> Floats:
-    """Returns bytes of model states on the device, without offloaded ones.
-
-    Gradients of offloaded parameters leave it layer by layer (ZeRO-Infinity, arXiv 2104.07857).
-    """
+    """Returns the bytes of model states on the device, without offloaded states. Gradients of
+    offloaded parameters leave it layer by layer (ZeRO-Infinity, arXiv 2104.07857)."""
     parameters, gradients, optimizer = model_states(
         held, owned, layouts.zero, of, layouts.whole_gradients
     )
@@ -125,11 +123,9 @@ def offload_fits(cluster: Cluster, layouts: PlannedLayouts, owned: Floats, of: S
 
 
 def in_flight(layouts: PlannedLayouts, stage: LayerStage) -> Floats:
-    """Counts micro-batches whose activations a stage holds under 1F1B.
-
-    One for each stage from its own on (PipeDream-2BW, arXiv 2006.09503), more with interleaved
-    chunks (Megatron-LM, arXiv 2104.04473, section 2.2).
-    """
+    """Counts micro-batches whose activations a stage holds under 1F1B: one for each stage from this
+    one to the last (PipeDream-2BW, arXiv 2006.09503), more with interleaved chunks (Megatron-LM,
+    arXiv 2104.04473, section 2.2)."""
     plain = np.minimum(layouts.pipeline - stage.first, layouts.accumulation).astype(float)
     more = (layouts.pipeline - 1) / (layouts.pipeline * layouts.chunks)
     result: Floats = np.where(layouts.chunks > 1, plain * (1 + more), plain)
@@ -305,10 +301,9 @@ def with_native(needed: LayoutMemory, native: NativeMemory) -> LayoutMemory:
 
 
 def capped(demand: Floats, limit: float, knee: float) -> Floats:
-    """Returns bytes reserved under a limit: the demand up to a knee, then ever less of it.
-
-    PyTorch's allocator frees cached blocks when memory runs out. The exponential is assumed.
-    """
+    """Returns bytes reserved under a limit: the demand up to a knee, then an ever smaller part of
+    what exceeds it. PyTorch's allocator frees cached blocks when memory runs out. The exponential
+    is assumed."""
     start = knee * limit
     room = max(limit - start, 1e-6 * limit)
     over = np.maximum(demand - start, 0.0)

@@ -13,7 +13,7 @@ MOST_LAYERS, MOST_ELEMENTS = 10_000, 10**7
 OPTIONAL_SIZES = ("kv_heads", "head_size", "shared_feed_forward", "extra_norms")
 """Sizes that may be 0."""
 FULL = 0.997
-"""Share of its part of the cost at which a stage is full; nanotron's is 1."""
+"""Share of its part of the cost at which a stage counts as full; nanotron uses 1."""
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,19 @@ class LayerCode:
     """How transformers' code of a layer differs in what it keeps for backward."""
 
     layer_norm: bool = False
-    """LayerNorm, a single kernel, instead of RMSNorm."""
+    """Whether the norms are LayerNorm, a single kernel, instead of RMSNorm."""
     norm_inputs: int = 2
-    """Different tensors that the two usual norms read."""
+    """Number of different tensors that the two usual norms read."""
     norm_outputs: int = 2
     fused: bool = False
     """Whether one matrix makes queries, keys and values."""
     activation: str = "silu"
     """transformers' name of the activation."""
     attention: Literal["fused", "eager", "math"] = "fused"
-    """`eager` is BLOOM's; `math` is torch's fallback for one key head (multi-query Falcon)."""
+    """Kernel of attention: `eager` is BLOOM's; `math` is torch's fallback for one key head
+    (multi-query attention, as in Falcon)."""
     repeated_keys: bool = False
-    """Whether keys and values are copied for every query head."""
+    """Whether keys and values are copied for every query head, in grouped-query attention."""
     mask: bool = False
     """Whether each layer keeps an attention mask."""
     alibi: bool = False
@@ -44,7 +45,7 @@ class LayerCode:
     copied_output: bool = False
     """Whether attention's output is kept twice, in two layouts."""
     dropouts: int = 0
-    """Masks of dropped hidden elements."""
+    """Number of masks of dropped hidden elements."""
     adapted_experts: bool = True
     """Whether peft's `all-linear` adapts routed experts."""
 
@@ -64,7 +65,8 @@ class ModelShape:
     feed_forward: int
     vocabulary: int
     kv_heads: int = 0
-    """Key and value heads; 0 means `heads`."""
+    """Number of key and value heads, fewer than query heads in grouped-query attention; 0 means
+    `heads`."""
     head_size: int = 0
     """Width of a head; 0 means hidden / heads."""
     gated: bool = True
@@ -73,9 +75,10 @@ class ModelShape:
     experts: int = 1
     experts_per_token: int = 1
     shared_feed_forward: int = 0
-    """Feed-forward width that all tokens use in addition to their experts."""
+    """Feed-forward width of the shared experts, which every token uses in addition to its routed
+    experts."""
     extra_norms: int = 0
-    """Norms of the hidden states per layer beyond two."""
+    """Number of norms of the hidden states per layer beyond the usual two."""
     head_norms: bool = False
     """Whether queries and keys are normalised."""
     fp32_norms: bool = False
@@ -131,7 +134,7 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Total width of the key heads; values have the same."""
+        """Total width of the key heads; the value heads have the same width."""
         return self.kv_heads * self.head_size
 
     @property
@@ -260,7 +263,7 @@ def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[LayerStage,
 
 @functools.lru_cache(maxsize=4096)
 def empty_stages(shape: ModelShape, pipeline: int) -> int:
-    """Counts empty stages, except one that may have the loss."""
+    """Counts empty stages beyond the one that may hold only the loss."""
     empty = sum(
         stage.count
         for stage in stages(shape, pipeline)

@@ -37,19 +37,19 @@ SPREAD = 0.2
 PENDING_DONE = 0.5
 """Assumed share of pending activations freed while the allocator waits."""
 REFUSED_BELOW = 1 / 3
-"""Probability of running below which layouts are refused; less than one half, because false alarms
-are worse."""
+"""Probability of running below which layouts are refused. It is less than one half, because
+refusing a layout that runs is worse than offering one that does not."""
 UNMEASURED = 0.07
-"""Half-width for each of `unmeasured_kinds`. With it, intervals cover 80% of other programs'
+"""Half-width that each of `unmeasured_kinds` adds. With it, intervals cover 80% of other programs'
 published runs (docs/studies/planner_widths.py)."""
 OFFLOADED = 0.2
-"""Assumed half-width with offload, for which no published run was found."""
+"""Assumed half-width of layouts with offload, for which no published run was found."""
 TIE = 0.01
-"""Difference in log speed of tied layouts."""
+"""Difference in log speed up to which layouts are tied."""
 TRIED = 3
-"""Top layouts meant to be tried together."""
+"""Number of top layouts that are meant to be tried together."""
 CONSIDERED = 512
-"""Layouts considered for TRIED, by speed and by speed times probability."""
+"""Number of layouts considered for TRIED, by speed and by speed times probability."""
 STEPS, DEVIATIONS = 96, 5.0
 """Points of the integral over speed, and standard deviations on each side."""
 
@@ -240,11 +240,10 @@ def unmeasured_kinds(
 def ranked(seconds: Floats, fits: Floats, memory_bytes: Floats, half_width: Floats) -> Ints:
     """Returns row numbers, best first (arrays of shape [rows]).
 
-    The first has the highest speed times probability of fitting; ties (TIE) go to the least memory.
-    The next, up to TRIED, add the largest expected improvement (Jones, Schonlau and Welch, 1998).
-    Others follow by speed times probability.
-
-    `half_width`: of the 80% interval of log seconds.
+    The first row has the highest speed times probability of fitting; ties (TIE) go to the least
+    memory. The next rows, up to TRIED, add the largest expected improvement (Jones, Schonlau and
+    Welch, 1998). All further rows follow by speed times probability. `half_width`: that of the 80%
+    interval of log seconds.
     """
     score = np.log(np.maximum(fits, 1e-300) / seconds)
     classes = np.floor((score.max() - score) / TIE) if len(score) else score
@@ -277,7 +276,7 @@ class _Gains:
         self.not_picked = np.ones(len(log_speed), bool)
 
     def after(self, picked: int) -> int:
-        """Picks a row; returns the one that would then add most."""
+        """Picks a row, and returns the row that would then add most."""
         self.all_slower = self.all_slower * self.slower[picked]
         self.not_picked[picked] = False
         # E[max(a, b)] - E[b] is the integral of P(a > x) P(b < x) over x.

@@ -14,10 +14,10 @@ from harness.planner.cluster.model_shape import ModelShape, empty_stages
 from harness.planner.cluster.recipe import RECOMPUTE, Precision
 
 MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}
-"""Limits that catch mistakes and 64-bit overflow."""
+"""Maximum values, to catch mistakes and 64-bit overflow."""
 MOST_TENSOR_NODES = 4
 LEAST_TOKENS = 1024
-"""Minimum tokens of a sequence per context device."""
+"""Minimum number of tokens of a sequence per context device."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -35,13 +35,14 @@ class PlannedLayout:
     zero: int = 0
     """ZeRO stage; 3 also means fully sharded FSDP."""
     micro_batch: int = 1
-    """Sequences per forward pass."""
+    """Number of sequences per forward pass."""
     accumulation: int = 1
-    """Micro-batches per step."""
+    """Number of micro-batches per step: gradient accumulation."""
     recompute: int = 0
     """Index into RECOMPUTE."""
     offload: int = 0
-    """0: nothing; 1: optimizer state to host memory; 2: parameters too; 3: both to disk."""
+    """What is offloaded. 0 means nothing, 1 optimizer state to host memory, 2 also parameters to
+    host memory, 3 both to disk."""
     chunks: int = 1
     """Model chunks per pipeline rank; above 1, the schedule is interleaved."""
     whole_gradients: int = 0
@@ -211,7 +212,7 @@ def _sharding(data: int, pipeline: int, context: int) -> list[tuple[int, int]]:
 
 
 def enumerate_layouts(question: ClusterQuestion) -> PlannedLayouts:
-    """Returns every evenly divided layout; without any, raises UsageError with the nearest
+    """Returns every evenly divided layout. If there is none, raises UsageError with the nearest
     divisible batch."""
     shape = question.shape
     columns: list[tuple[int, ...]] = []

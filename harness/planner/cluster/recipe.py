@@ -93,10 +93,8 @@ class Adapter:
     """Whether each target also learns the norms of its rows (DoRA, arXiv 2402.09353)."""
 
     def parameters(self, shape: ModelShape) -> int:
-        """Returns rank x (inputs + outputs), summed over target matrices.
-
-        Each expert has matrices, that of gate and up with twice the rank (peft 0.21).
-        """
+        """Returns rank x (inputs + outputs), summed over target matrices. Each expert has matrices
+        of its own; the matrix that joins gate and up has twice the rank (peft 0.21)."""
         per_layer = sum(sum(sizes) for sizes in self.matrices(shape).values())
         if self.adapts_experts(shape):
             hidden, feed = shape.hidden, shape.feed_forward

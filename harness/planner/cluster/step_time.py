@@ -21,7 +21,7 @@ NATIVE_COLLECTIVES = 8.0
 """Collectives per layer in torch's own tensor parallelism, which keeps gathered inputs."""
 CONTENTION = 0.189
 """Mean slowdown of compute while communication runs, on 4 A100 and H100 (Lee and others, arXiv
-2507.03114). Applies to ZeRO 2 and 3; with 0 and 1 it is part of the fitted constants."""
+2507.03114). Applies to ZeRO 2 and 3; for ZeRO 0 and 1 it is part of the fitted constants."""
 
 UNGATED = 0.4
 """Memory passes of an ungated activation relative to a gated one. SiLU takes two, and its product
@@ -130,9 +130,9 @@ class AxisBandwidths:
 
         Rings of n ranks send (n - 1) / n of the bytes for a gather or reduce-scatter, twice that
         for an all-reduce (Patarasuk and Yuan, 2009). ZeRO stages 0 and 1 reduce gradients once per
-        step, 2 and 3 in every micro-batch unless ranks hold them whole. Stage 3 also gathers
-        parameters in every forward and backward, torch's stage 2 (FSDP2 without resharding) in
-        every forward.
+        step, stages 2 and 3 in every micro-batch unless ranks hold gradients whole. Stage 3 also
+        gathers parameters in every forward and backward, torch's stage 2 (FSDP2 without resharding)
+        in every forward.
         """
         cluster = question.cluster
         of = STATES[question.precision]
@@ -187,7 +187,7 @@ class LayoutStepTime:
     activation_exchange: Floats
     data: Floats
     bubble: Floats
-    """Filling and draining the pipeline, and waiting for the slowest stage."""
+    """Time to fill and drain the pipeline, and to wait for the slowest stage."""
     launch: Floats
     """Time the device waits for launches."""
     offload: Floats

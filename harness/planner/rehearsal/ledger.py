@@ -39,9 +39,9 @@ Measured with torch 2.13. Rooted operations copy only on the root, but count on 
 """
 
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "buffers", "temporaries"]
-"""Contents of memory. `parameters` include gathered ones, `gradients` unreduced ones. `activations`
-are made by forward. `buffers` belong to model, library or collectives. `temporaries` are other
-tensors of backward and update."""
+"""Contents of memory. `parameters` include gathered parameters, `gradients` also gradients before
+their reduction. `activations` are made by forward. `buffers` belong to the model, a library or
+collectives. `temporaries` are other tensors of backward and update."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Phase = Literal["set-up", "forward", "backward", "update"]
 _KIND_OF: Mapping[Phase, Kind] = {
@@ -104,14 +104,14 @@ class Ledger(OperatorObserver):
         self.largest_buffer = 0
         self.updating = 0
         self.paused = False
-        """Whether operators are not counted."""
+        """Whether operators are currently left uncounted."""
         self.blocks: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]]
         self.blocks = weakref.WeakKeyDictionary()
-        """Indices of a block's model and of the block."""
+        """Index of each block: of its model, and within the model."""
         self.models = 0
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._rising: RegionPeak | None = None
-        """Peak of the current region, if nothing was freed since."""
+        """Peak of the current region; None if something was freed since."""
         self._sequence: list[int] = [-1]
         self._entered: list[tuple[int, int] | None] = [None]
         """Blocks whose autograd nodes begin at these `_sequence` numbers."""

@@ -37,7 +37,7 @@ DEPTHS = (3, 4, 5)
 _UNEVEN = 1e-4
 """Allowed difference in growth between blocks, as a share of the peak."""
 SMALL_WORLD = 8
-"""Largest world whose ranks are all rehearsed by default."""
+"""Maximum number of ranks that are all rehearsed by default."""
 
 
 @dataclass
@@ -74,7 +74,8 @@ class RankPeaks:
     owns_some_parameters: bool = False
     """Whether its optimizer holds only some of the trained parameters."""
     depths: tuple[int, ...] = ()
-    """Block counts of the models extrapolated from, if any."""
+    """Block counts of the shallow models that the peaks are extrapolated from; empty if nothing was
+    extrapolated."""
 
     def peak(self, setup: bool = False) -> tuple[RelativeRegion, dict[Kind, int]]:
         asked = {w: split for w, split in self.places.items() if (w.step < 0) == setup}
@@ -115,7 +116,8 @@ def rehearse_rank(
 
 
 def _from_ends(region: StepRegion, blocks: int) -> Iterator[RelativeRegion]:
-    """Yields the region counted from its nearer end, or from both if near both."""
+    """Yields a region with its block counted from the nearer end of the model, or from both ends if
+    it is near both."""
     step, phase, model, block = region
     if block < 0:
         yield RelativeRegion(step, phase, model, "before the first block")
@@ -129,11 +131,9 @@ def _from_ends(region: StepRegion, blocks: int) -> Iterator[RelativeRegion]:
 
 
 def at_depth(shallow: Sequence[RankPeaks], blocks: int) -> RankPeaks | None:
-    """Extrapolates a rank's peaks at DEPTHS to `blocks` blocks; None if they grow unevenly.
-
-    A region's peak is linear in the number of blocks. Memory changes evenly from the second block
-    to the last but one, so none in between peaks higher.
-    """
+    """Extrapolates a rank's peaks at DEPTHS to `blocks` blocks; None if they grow unevenly. A
+    region's peak is linear in the number of blocks. Memory changes evenly from the second block to
+    the last but one, so no block in between has a higher peak."""
     last, before, first = shallow[2], shallow[1], shallow[0]
     steps = blocks - DEPTHS[2]
     splits: dict[RelativeRegion, dict[Kind, int]] = {}
@@ -166,9 +166,9 @@ class RankMemory:
     setup_peak_bytes: int
     kept_bytes: int
     backend_buffer_bytes: int
-    """Largest buffer of gloo during a collective."""
+    """Size of gloo's largest buffer during a collective."""
     rehearsed_blocks: tuple[int, ...]
-    """Block counts of the rehearsed models: the cell's, or shallower ones."""
+    """Block counts of the rehearsed models: the cell's own count, or those of shallower models."""
     seconds: float
 
 
@@ -185,9 +185,9 @@ class Rehearsal:
 def rehearse(cell: Cell, ranks: Sequence[int] = (), every_block: bool = False) -> Rehearsal:
     """Rehearses a cell, or returns the cached answer of the same code.
 
-    `ranks`: by default all of a world of up to SMALL_WORLD, else the first of each pipeline stage.
-    `every_block` rules out extrapolation. Raises UsageError if the cell cannot be rehearsed, or
-    what `validate` raises.
+    `ranks`: by default every rank of a world of up to SMALL_WORLD, else the first rank of each
+    pipeline stage. `every_block` rules out extrapolation. Raises UsageError if the cell cannot be
+    rehearsed, or what `validate` raises.
     """
     workload = make_workload(cell.workload)
     strategy, layout = validate(cell, workload)
@@ -208,7 +208,7 @@ def rehearse(cell: Cell, ranks: Sequence[int] = (), every_block: bool = False) -
 
 
 def _cache_file(cell: Cell, strategy: Strategy, workload: Workload, asked: str) -> Path | None:
-    """Returns where an answer is cached; None if the cell runs code of the user."""
+    """Returns where an answer is cached; None if the cell runs the user's code."""
     if workload.family is None or not type(strategy).__module__.startswith("harness."):
         return None
     libraries = [str(version_of(package)) for package in strategy.requires]
@@ -280,10 +280,8 @@ def _memory(
 def _from_shallow(
     cell: Cell, strategy: Strategy, layout: Layout, workload: Workload, rank: int
 ) -> RankPeaks | None:
-    """Extrapolates from shallow models, if possible and necessary.
-
-    With pipelines, or optimizers of some parameters, ranks' shares depend on depth.
-    """
+    """Extrapolates from shallow models, if that is possible and saves work. With pipelines, or
+    optimizers of some parameters, ranks' shares depend on depth."""
     if layout.pipeline > 1 or workload.blocks <= sum(DEPTHS):
         return None
     peaks: list[RankPeaks] = []
