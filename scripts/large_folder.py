@@ -29,13 +29,14 @@ from harness.record.trial import TrialRecord
 KEPT = Path(__file__).parents[1] / "results" / "reference"
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 TIMES = 3
-"""Measurements per command; the fastest counts."""
+"""Number of measurements per command. The fastest counts, since other programs use the machine
+too."""
 COMMANDS = (
     ("status", 1.0),
     ("run --resume --no-report", 3.0),
     ("report --out {out}/report.html", 5.0),
 )
-"""Commands, and the most seconds that each may take."""
+"""Commands, and the maximum number of seconds that each may take."""
 
 
 def name_of(number: int) -> str:

@@ -187,8 +187,8 @@ def _without_files(side: RunSelection) -> RunSelection:
 def paired_ratio(
     first: Mapping[int, float], second: Mapping[int, float], confidence: float
 ) -> Comparison | None:
-    """Returns the ratio of two sides' figures by round, in which drift cancels; None without a
-    common round."""
+    """Returns the ratio of two sides' figures by round, in which drift cancels; None if they have
+    no round in common."""
     logs = [math.log(first[r] / second[r]) for r in sorted(first.keys() & second.keys())]
     if not logs:
         return None

@@ -126,8 +126,9 @@ def _effect(
 
 
 def _mean_ratio(pairs: Sequence[tuple[CellResult, CellResult]]) -> Comparison | None:
-    """Returns the geometric mean of throughput ratios. Its error is at least the pairs' scatter,
-    plus that of the heats' levels; with two pairs, the interval spans both."""
+    """Returns the geometric mean of the pairs' throughput ratios. Its error is at least the pairs'
+    scatter, since effects vary, plus that of the heats' levels. Two pairs are too few for a
+    scatter; their interval spans both."""
     speeds = [
         (cell.speed.log_throughput, twin.speed.log_throughput)
         for cell, twin in pairs

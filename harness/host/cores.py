@@ -261,8 +261,9 @@ def core_ranges(cores: Iterable[int]) -> str:
 
 
 def oversubscribed(cell: Cell, cores: int | None, processes: int = 0) -> bool:
-    """Returns whether the ranks need more than `cores`, those of all nodes (None if unknown): one
-    per thread of a CPU rank, one per GPU rank. `processes`: ranks, if more than devices."""
+    """Returns whether the ranks need more than `cores`, those of all nodes (if None, this is
+    unknown and the answer False). A CPU rank needs a core for each of its threads, a GPU rank one
+    core, which launches kernels. `processes`: number of ranks, if more than devices."""
     if cores is None:
         return False
     threads = cell.threads_per_device if cell.device == "cpu" else 1

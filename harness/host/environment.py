@@ -297,8 +297,8 @@ import it.
 
 
 def to_preload(names: Sequence[str], with_gpus: bool) -> list[str]:
-    """Returns the packages that the fork server may import: with GPUs, those in
-    LEAVE_CUDA_ALONE."""
+    """Returns the packages that the fork server may import; ranks import the rest. With GPUs, these
+    are only the packages in LEAVE_CUDA_ALONE, since plug-ins may require any package."""
     return [name for name in names if not with_gpus or name in LEAVE_CUDA_ALONE]
 
 
@@ -331,7 +331,8 @@ def cuda_is_initialized() -> bool:
 
 
 def missing_compiler() -> str:
-    """Returns which C++ compiler torch.compile lacks, and how to install it; else empty."""
+    """Returns which C++ compiler torch.compile lacks, and how to install it; empty if it is there.
+    torch.compile compiles C++ for CPU kernels and for what launches GPU kernels."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler):
         return ""

@@ -259,7 +259,7 @@ def _kill_until(over: threading.Event, kill: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def ended_by(stop: threading.Event | None, kill: Callable[[], object]) -> Iterator[None]:
-    """Ends the ranks when `stop` is set."""
+    """Ends the ranks when `stop` is set. Kills repeatedly, since more ranks may be starting."""
     if stop is None:
         yield
         return

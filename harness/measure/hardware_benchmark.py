@@ -133,8 +133,8 @@ TIME_LIMIT_SECONDS = 90.0
 
 
 def measure_device_speed(device: torch.device) -> DeviceSpeed:
-    """Measures one GPU in about 5 s, or this process's CPU threads in 2 s. Initialises CUDA. Raises
-    RuntimeError for an unusable device."""
+    """Measures one GPU in about 5 s, or this process's CPU threads in 2 s. Initialises CUDA, so
+    that this process can no longer fork ranks. Raises RuntimeError if the device cannot be used."""
     import torch
 
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -150,7 +150,8 @@ def measure_device_speed(device: torch.device) -> DeviceSpeed:
 
 
 def measure_apart(device: str = "cuda:0", limit: float = TIME_LIMIT_SECONDS) -> SpeedMeasurement:
-    """Measures a device in a separate process. If that fails, the result holds the reason."""
+    """Measures a device in a separate process, so that this process leaves CUDA alone. If that
+    fails, the result holds the reason."""
     speed = call_apart(_device_speed, device, limit=limit)
     if isinstance(speed, Ended):
         return SpeedMeasurement(None, speed.reason[:300])

@@ -164,8 +164,9 @@ def _peak(tracker: MemTracker, device_type: str) -> dict[str, int]:
 
 
 def _tracker(written: list[Tensor]) -> MemTracker:
-    """Returns torch's tracker, which also appends to `written` older tensors that operators write
-    to. Statistics by module are off: modules called twice confuse them."""
+    """Returns torch's tracker, extended to append tensors from before the step to `written`: those
+    that operators write to and the tracker has not seen. Statistics by module are off, because
+    modules called twice in a step confuse them."""
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
     from torch.distributed.tensor import DTensor

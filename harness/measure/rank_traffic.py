@@ -185,9 +185,9 @@ cycles)."""
 
 
 def tcp_bytes_sent() -> int | None:
-    """Returns the payload bytes given to this process's open TCP connections, without
-    retransmissions; None on older kernels. Bytes that the kernel still holds count, or the next
-    step would count them."""
+    """Returns the payload bytes given to this process's open TCP connections; None on older
+    kernels. Bytes that the kernel still holds count, or the next step would count them.
+    Retransmissions do not, because they depend on the machine's load."""
     total = 0
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -213,8 +213,9 @@ class Reference:
 
     @property
     def roundings(self) -> dict[str, float]:
-        """Rounding error of fp32 by tensor, relative to its update: decay and update each round a
-        weight."""
+        """Rounding error of fp32 by tensor, relative to its update: each step rounds a weight
+        twice, when it decays and when it is updated. At a learning rate of 1e-4, two
+        implementations of AdamW thus differ by 2e-3 of the update of weights near 1."""
         roundings: dict[str, float] = self.facts["roundings"]
         return roundings
 

@@ -36,8 +36,10 @@ NOISE_TOKENS = 8192
 def reference_cell(cell: Cell) -> Cell:
     """Returns the reference: the training in one process.
 
-    On a GPU, micro-batches limit its memory. BatchNorm and the balancing loss, which is not linear
-    in the tokens, see the batch in the cell's parts.
+    On a GPU it uses micro-batches, so that the batch of eight devices fits one. BatchNorm sees the
+    samples that it sees in the cell, in micro-batches too if each rank normalises its own. So does
+    the balancing loss, which is not linear in the tokens and which libraries compute for each
+    rank's micro-batch.
     """
     strategy, workload = make_strategy(cell), make_workload(cell.workload)
     reference = strategy.reference(cell)
@@ -75,8 +77,8 @@ def is_noisy(reference: Cell) -> bool:
 
 
 def rounded_differently(reference: Cell, data: DataSource) -> tuple[Cell, DataSource]:
-    """Returns the reference and its data, rounded differently: with twice as many micro-batches,
-    else reversed samples."""
+    """Returns the reference and its data, rounded differently: with twice as many micro-batches or,
+    if the batch cannot be split so, with the samples in reverse order."""
     if _splits_further(reference):
         return reference.model_copy(update={"micro_batches": 2 * reference.micro_batches}), data
     cores = {"threads_per_device": 1} if reference.device == "cpu" else {}

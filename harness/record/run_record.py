@@ -99,7 +99,8 @@ class RankStep(Record):
     """duration of the control after the step (one sample's forward and backward in a separate
     process on the rank's cores); null if none followed"""
     left_over_seconds: float | None = None
-    """CPU time per thread of leftover work after the step; part of step_seconds"""
+    """CPU time per thread that the rank spends on leftover work after the step; part of
+    step_seconds"""
     training_step: Int32 | None = None
     """training step from 0; less than step after a rewind"""
     gradient_norm: float | None = None

@@ -96,7 +96,8 @@ class Store:
             raise NotWritable(f"results folder {str(self.folder)!r} cannot be written")
 
     def require_run(self, run_id: str) -> None:
-        """Raises NotRecorded if the run's file, which readers need, is gone."""
+        """Raises NotRecorded if the run's file is gone: without it no reader would see its
+        trials."""
         if not (self.folder / "runs" / f"{run_id}.parquet").exists():
             raise NotRecorded(
                 f"run {run_id!r} is no longer in results folder {str(self.folder)!r}: the folder"
@@ -269,11 +270,9 @@ def load(folder: str | Path = "results", run_ids: Sequence[str] | None = None) -
 def sole_writer(
     folder: Path, run_id: str, share: tuple[int, int] = (0, 1), timeout_seconds: float = 0.0
 ) -> Iterator[None]:
-    """Locks a run, or share i of n, so that no other process runs these trials.
-
-    Raises UsageError if another process holds the lock after `timeout_seconds`. No effect on file
-    systems without locks.
-    """
+    """Locks a run, or share i of n, for this process. Two processes would run the same trials, and
+    one record would replace the other. Raises UsageError if another process holds the lock after
+    `timeout_seconds`. Has no effect on file systems without locks."""
     number, of = share
     runs, deadline = folder / "runs", time.monotonic() + timeout_seconds
     wanted = [(runs / f".{run_id}.lock", fcntl.LOCK_EX if of == 1 else fcntl.LOCK_SH)]

@@ -41,7 +41,7 @@ UNSHAPED_BITS_PER_SECOND = 8e9
 CONTROL_SHARE = 0.12
 """Time of controls relative to that of steps, in `full`."""
 LIMIT_FACTOR = 8.0
-"""Time limit over predicted time, for slow machines."""
+"""Time limit over predicted time: it must end hangs, not slow machines."""
 LEAST_LIMIT_SECONDS = 120.0
 
 

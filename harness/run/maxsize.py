@@ -160,7 +160,7 @@ def first_guess(predicted: SearchPlan, budget: int, tokens: int) -> int:
 
 
 class Stopped(Exception):
-    """A probe failed, but not for lack of memory."""
+    """A probe failed for a reason other than memory, so the search cannot go on."""
 
 
 @dataclass

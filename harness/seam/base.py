@@ -29,7 +29,7 @@ class Export:
     template: str
     """Training script in `templates` next to the strategy's file, extending train.py.j2."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Template values beyond cell, model and options."""
+    """Values for the template, in addition to the cell, the model and the options."""
     files: dict[str, str] = field(default_factory=dict)
     """Config files by name, placed next to the script."""
     variables: dict[str, str] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Capabilities:
     """What a strategy can do and requires, whatever its options."""
 
     preload: tuple[str, ...] = ()
-    """Modules that the fork server imports once for all ranks."""
+    """Modules that every rank would import, so the fork server imports them once for all ranks."""
     precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")
     process_group: bool = True
     """Whether ranks need torch.distributed."""
@@ -62,10 +62,11 @@ class Capabilities:
     fixed_steps: bool = False
     """Whether trials must take exactly the cell's steps."""
     max_devices: int | None = None
-    """Maximum number of devices; None for any."""
+    """Maximum number of devices; None if there is no limit."""
     min_devices: int = 1
     compiled_parts: Callable[[], dict[str, str]] = dict
-    """Compiled parts for `bench doctor`: `built`, or how to build each."""
+    """Function that returns, for `bench doctor`, each compiled part with `built` or with how to
+    build it."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,13 @@ class OwnLauncher:
 
     name: str
     command: Callable[[Cell, Path], list[str]]
-    """Function from cell and scratch folder to the launcher's command; the rank's is appended."""
+    """Function from cell and scratch folder to the launcher's command, to which the rank's own
+    command is appended."""
 
 
 class CostModel:
-    """Formulas of a strategy's memory, traffic and recomputation; None if one is missing."""
+    """Formulas of a strategy's memory, traffic and recomputation. They return None where a strategy
+    has no formula."""
 
     capabilities: ClassVar[Capabilities]
 
@@ -89,8 +92,8 @@ class CostModel:
 
     @property
     def zero_stage(self) -> int:
-        """ZeRO stage of the data axis (arXiv 1910.02054): 0 shards nothing, 1 optimizer states, 2
-        gradients too, 3 parameters too."""
+        """ZeRO stage of the data axis (arXiv 1910.02054). Stage 0 shards nothing, 1 optimizer
+        states, 2 also gradients, 3 also parameters."""
         return 3 if self.shards_parameters else 0
 
     @property
@@ -100,11 +103,12 @@ class CostModel:
 
     @property
     def recomputes_whole_blocks(self) -> bool:
-        """Whether recomputation runs whole blocks, unlike torch's."""
+        """Whether recomputation runs whole blocks. torch's recomputation stops at the last tensor
+        that backward needs."""
         return False
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns bytes the fullest rank keeps between steps, with the library's copies."""
+        """Returns bytes that the fullest rank keeps between steps, with the library's copies."""
         return None
 
     @property
@@ -118,7 +122,7 @@ class CostModel:
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
         """Returns a rank's peak bytes in forward, loss and backward of all micro-batches in flight,
-        without states and gradients (harness/workloads/operators.py), if known."""
+        without states and gradients (harness/workloads/operators.py). None if unknown."""
         if layout.tensor > 1:
             return None
         return self.counted_activations(cell, layout, workload)
@@ -126,7 +130,8 @@ class CostModel:
     def counted_activations(
         self, cell: Cell, layout: Layout, workload: Workload, sequence_parallel: bool = False
     ) -> float:
-        """Counts activations of a rank's tokens and layers; of the fullest rank in a pipeline."""
+        """Counts activations of a rank's tokens and layers. In a pipeline, counts those of the
+        fullest rank."""
         from harness.workloads.operators import activation_bytes, activations_by_depth
 
         samples = max(1, cell.global_batch // layout.shares // cell.micro_batches)
@@ -153,8 +158,8 @@ class CostModel:
         return most
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
-        """Returns mean bytes a rank must send per step in its library's collectives (see
-        harness/measure/rank_traffic.py)."""
+        """Returns the bytes that a rank must send per step in its library's collectives, averaged
+        over ranks (see harness/measure/rank_traffic.py)."""
         return None
 
     def recomputed_flops(self, cell: Cell, workload: Workload) -> float:
@@ -178,11 +183,12 @@ class Strategy(CostModel, BaseModel, ABC):
     requires: ClassVar[tuple[str, ...]] = ()
     """Packages beyond torch; a missing one makes the cell `unavailable`."""
     install: ClassVar[str] = ""
-    """How to install them, if not by `pip install 'parallelism-bench[PACKAGE]'`."""
+    """How to install the packages. Empty means `pip install 'parallelism-bench[PACKAGE]'`."""
     capabilities: ClassVar[Capabilities] = Capabilities()
 
     def layout(self, devices: int) -> Layout:
-        """Returns the axes; raises Refused if the devices do not divide evenly."""
+        """Returns the numbers of ranks on each axis. Raises Refused if the devices do not divide
+        evenly."""
         return Layout(data=devices)
 
     def check(self, cell: Cell, workload: Workload) -> None:
@@ -198,16 +204,18 @@ class Strategy(CostModel, BaseModel, ABC):
         return cell.reference()
 
     def stand_in(self, cell: Cell) -> str | None:
-        """Returns what the cell's device runs instead of the real strategy, if anything."""
+        """Returns what the cell's device runs instead of the real strategy; None if it runs the
+        real one."""
         return None
 
     def ddp_equivalent_of(self, cell: Cell) -> str | None:
-        """Returns the library or launcher through which the cell runs plain DDP, if any."""
+        """Returns the library or launcher through which the cell runs plain DDP; None if it runs
+        anything else."""
         return None
 
     @property
     def cycle(self) -> int:
-        """Steps after which the work repeats, such as a period of averaging."""
+        """Number of steps after which the work repeats, such as a period of averaging."""
         return 1
 
     @property
@@ -226,12 +234,12 @@ class Strategy(CostModel, BaseModel, ABC):
 
     @property
     def own_launcher(self) -> OwnLauncher | None:
-        """Launcher of the ranks, if not the cell's."""
+        """Launcher of the ranks; None for the cell's launcher."""
         return None
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Returns how to run the cell under launcher `to` without the suite, if supported; raises
-        Refused if anything but the launcher prevents it."""
+        """Returns how to run the cell under launcher `to` without the suite; None if that is not
+        supported. Raises Refused if anything but the launcher prevents it."""
         return None
 
     @abstractmethod

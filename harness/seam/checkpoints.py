@@ -35,7 +35,7 @@ FILE = "checkpoint.pt"
 
 
 def checkpoint_step(cell: Cell) -> int:
-    """Returns steps before the checkpoint: half of the parity segment."""
+    """Returns the number of steps before the checkpoint: half of the parity segment."""
     return cell.parity_steps // 2
 
 
@@ -246,7 +246,8 @@ def _save_in_background(state: StateDict, folder: Path) -> Callable[[], object]:
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """Names of the optimizer states that are compared."""
 MOMENTS_UP_TO = 2**29
-"""Bytes of trained parameters up to which optimizer states are compared."""
+"""Bytes of trained parameters up to which optimizer states are compared. With them, references take
+three times the disk, and are kept for many cells."""
 _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 

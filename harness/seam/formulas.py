@@ -21,8 +21,8 @@ KEPT_RESULTS = 2
 
 
 def model_states(cell: Cell, facts: ModelFacts, shards: float = 1) -> States:
-    """Returns states of one of `shards` equal shards; module buffers are not sharded. Gradients are
-    transient, because zero_grad frees them."""
+    """Returns the states of one of `shards` equal shards. Module buffers are not sharded. Gradients
+    are transient, because zero_grad frees them."""
     return States(
         parameters=facts.parameter_bytes / shards,
         optimizer=optimizer_bytes(cell, facts) / shards,
@@ -53,14 +53,14 @@ def fsdp_transient(
 ) -> float:
     """Returns FSDP's transient bytes: gathered parameters, and gradients before and after their
     reduction. `gradients`: bytes kept until the update; `whole`: bytes of all gradients, if not
-    only of trained parameters; `copied`: their bytes in the reduction's precision, if another.
+    only of trained parameters; `copied`: their bytes in the reduction's precision, if it differs.
 
     Backward gathers two blocks, one of them prefetched, and all parameters outside blocks.
-    Gradients of the latter and of one block are whole, next to another block's copy (torch 2.13:
-    `foreach_reduce` of FSDP2; FSDP1's flat gradient). Those outside blocks are copied last, by
-    FSDP2 after their parameters were freed, into a `flat` gradient before. Unless FSDP `reshards`,
-    forward ends with the whole model gathered. `half`: gathers half precision. Assumes that frozen
-    parameters are spread like trained ones.
+    Gradients of parameters outside blocks and of one block are whole, next to another block's copy
+    (torch 2.13: `foreach_reduce` of FSDP2; FSDP1's flat gradient). Gradients outside blocks are
+    copied last: by FSDP2 after their parameters were freed, into a `flat` gradient before. Unless
+    FSDP `reshards`, forward ends with the whole model gathered. `half`: gathers half precision.
+    Assumes that frozen parameters are spread like trained parameters.
     """
     from harness.workloads import make_workload
 
@@ -185,7 +185,7 @@ def all_reduced(ranks: int, size: float) -> float:
 
 
 def in_half(facts: ModelFacts) -> float:
-    """Returns the bytes of gradients sent in 16 bits, or their own if that is less."""
+    """Returns the bytes of gradients sent in 16 bits, or in their own type if that takes fewer."""
     return min(facts.trained_bytes, 2.0 * sum(facts.sizes))
 
 
@@ -259,11 +259,12 @@ def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
 
 
 def in_flight(schedule: str, rank: int, ranks: int, stages: int, micro_batches: int) -> int:
-    """Returns how many forwards of its stages a rank has run but not taken back, at most.
+    """Returns the maximum number of forwards of its stages that a rank has run but not taken back.
 
-    1F1B warms up with one forward per further rank; the interleaved schedule (arXiv 2104.04473,
-    section 2.2) with two, and a round of one micro-batch per rank for each further stage. V-shaped
-    schedules keep as much as 1F1B, and DualPipeV a pair more (arXiv 2401.10241, 2412.19437).
+    1F1B warms up with one forward per further rank. The interleaved schedule (arXiv 2104.04473,
+    section 2.2) warms up with two, and with a round of one micro-batch per rank for each further
+    stage. V-shaped schedules keep as much as 1F1B, and DualPipeV a pair more (arXiv 2401.10241,
+    2412.19437).
     """
     every = stages * micro_batches
     if schedule in FORWARDS_FIRST:

@@ -55,7 +55,8 @@ ROUTER_WEIGHT = "router_aux_loss_coef"
 class Router:
     module: nn.Module
     tokens: Callable[[Any], Tensor]
-    """Function from the module's output to tokens per expert (experts,)."""
+    """Function from the module's output to the number of tokens of each expert, shape
+    (experts,)."""
 
 
 @dataclass
@@ -75,7 +76,7 @@ class TrainState:
     states: Callable[[], Iterable[Retained]] | None = None
     """What this rank keeps between steps, if walking model and optimizers misses it."""
     library: Callable[[], Iterable[Retained]] | None = None
-    """Library buffers besides model and optimizers."""
+    """Library buffers in addition to those of model and optimizers."""
     offload_folder: Path | None = None
     """Folder of offloaded states, whose reads and writes are recorded."""
     waits: Sequence[Wait] = ()
@@ -86,7 +87,7 @@ class TrainState:
     wire: Wire = "gloo"
     """Algorithm that moves the bytes: that of torch's gloo backend, or rings."""
     routers: Mapping[int, Router] | None = None
-    """Mixture-of-experts routers by block number, if not the workload's."""
+    """Mixture-of-experts routers by block number; None for the workload's own."""
     over_tcp: bool = True
     """Whether CPU ranks communicate only over TCP; otherwise sent bytes are unknown."""
     counters: Sequence[tuple[object, str]] = ()
@@ -116,18 +117,19 @@ class Job:
     """Trial folder, shared by a node's ranks."""
     restart_count: int = 0
     interface: str | None = None
-    """Network interface that reaches all ranks; None lets libraries choose."""
+    """Network interface that reaches all ranks. If None, libraries choose one."""
     node: str = ""
     """This rank's node; empty if there is only one."""
     local_processes: int = 1
-    """Ranks on this node."""
+    """Number of ranks on this node."""
     threads: int = 1
-    """Intra-op threads."""
+    """Number of intra-op threads."""
     weights_device: torch.device | None = None
-    """Device that draws initial weights, if not `device`: a GPU for a GPU cell's parameter server.
-    """
+    """Device that draws initial weights; None for `device`. In a GPU cell it is a GPU on every
+    rank, also on a parameter server, since a CPU's generator would draw other weights than the
+    reference's."""
     resume_from: Path | None = None
-    """Checkpoint that `TrainState.load` will get, if any."""
+    """Checkpoint that `TrainState.load` will get; None if training starts anew."""
     train_state: TrainState | None = None
     recomputes: bool = False
     compiles: bool = False
@@ -200,7 +202,7 @@ class Job:
         return parameter_groups(self.cell, parameters)
 
     def scheduler(self, optimizer: Optimizer) -> LambdaLR | None:
-        """Returns the cell's scheduler; None if constant."""
+        """Returns the cell's scheduler; None if the learning rate is constant."""
         if self.cell.schedule == "constant":
             return None
         scheduler = make_scheduler(self.cell, optimizer)
@@ -265,12 +267,13 @@ def standard_step(
     scaler: GradScaler | None = None,
     clear: Callable[[], object] | None = None,
 ) -> TrainStep:
-    """Returns one optimizer step: forward and backward of every micro-batch, then the update.
+    """Returns one optimizer step: forward and backward of every micro-batch (gradient
+    accumulation), then the update.
 
-    Divides losses by the number of micro-batches; scales fp16 ones dynamically
+    Divides losses by the number of micro-batches; scales fp16 losses dynamically
     (torch.amp.GradScaler). `no_sync` wraps all micro-batches but the last. `before_update` runs
     after the last backward; `around_update` wraps the update. `clear` replaces the optimizer's
-    `zero_grad`, `job.recipe.clip` torch's clipping.
+    `zero_grad`, and `job.recipe.clip` torch's clipping.
     """
     scaler = scaler or loss_scaler(job)
     backward = backward_of(job, model, scaler, no_sync)
@@ -344,7 +347,7 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def loss_scaler(job: Job) -> GradScaler:
-    """Returns dynamic loss scaling for fp16 cells, disabled for others. Starts at 4096, because
+    """Returns dynamic loss scaling, which is enabled only for fp16 cells. Starts at 4096, because
     torch's 65536 may overflow and skip steps."""
     from torch.amp.grad_scaler import GradScaler
 

@@ -36,7 +36,8 @@ CODES = 256
 
 
 def optimizer_class(cell: Cell) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Returns the optimizer as (class, keyword arguments); for Muon, AdamW for the others."""
+    """Returns the optimizer as (class, keyword arguments). For Muon, this is the AdamW that updates
+    what Muon does not."""
     import torch
 
     if cell.optimizer == "sgd":
@@ -131,11 +132,11 @@ def _together(*parts: Optimizer) -> Optimizer:
 
 
 def optimizer_bytes(cell: Cell, facts: ModelFacts) -> float:
-    """Returns bytes the optimizer keeps for the whole model between steps.
+    """Returns the bytes that the optimizer keeps for the whole model between steps.
 
     AdamW keeps two moments of a parameter's size, SGD with momentum one (ZeRO, arXiv 1910.02054,
-    section 3.1, for fp32), Muon one for block matrices. AdamW8bit's two have one byte per element,
-    a scale per 256 (arXiv 2110.02861, section 2.1), and code tables.
+    section 3.1, for fp32), Muon one for block matrices. Each of AdamW8bit's two moments has one
+    byte per element, a scale per 256 (arXiv 2110.02861, section 2.1), and a code table.
     """
     if cell.optimizer == "muon":
         matrices = sum(hidden_matrices(facts, make_workload(cell.workload)))

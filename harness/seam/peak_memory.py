@@ -28,7 +28,8 @@ def states_by_formula(cell: Cell) -> States | None:
 
 
 def states_or_bound(cell: Cell) -> States:
-    """Returns the formula's states, or a bound: those in fp32, or of whole models with buckets."""
+    """Returns the formula's states. Without a formula, returns a bound: the states in fp32, or
+    those of whole models with buckets."""
     if states := states_by_formula(cell):
         return states
     if states := states_by_formula(cell.model_copy(update={"precision": "fp32"})):

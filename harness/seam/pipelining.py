@@ -86,10 +86,8 @@ class Stage(nn.Module):
         ]
 
     def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Maps token ids or hidden states to hidden states, or the last stage's logits.
-
-        `keys`: keys of dropout masks, if not set yet.
-        """
+        """Maps token ids or hidden states to hidden states, or on the last stage to logits. `keys`:
+        keys of dropout masks, if they are not set yet."""
         if keys is not None:
             self.masks.keys = keys
         with self.autocast():
@@ -195,7 +193,8 @@ class Pipe:
 
     @torch.no_grad()
     def sum_tied(self) -> None:
-        """Sums the gradients of parameters tied across two ranks."""
+        """Sums the gradients of parameters tied across two ranks, so that the copies stay equal: a
+        + b and b + a are bitwise equal."""
         ranks = self.torch_stages[0].stage_index_to_group_rank
         first, last = ranks[0], ranks[self.stages[0].count - 1]
         for stage in self.stages:

@@ -35,9 +35,10 @@ class RecipeState:
     """Recipe state of one rank, shared by copies of its `Job`."""
 
     gradient_norm: Tensor | float | None = None
-    """Global gradient norm of the latest step, before clipping; None if not clipped."""
+    """Global gradient norm of the latest step, before clipping; None if gradients are not
+    clipped."""
     clip: Clip | None = None
-    """The library's own clipping, if any."""
+    """The library's own clipping; None if it has none."""
     schedulers: list[LambdaLR] = field(default_factory=list)
     masks: Masks = field(default_factory=_new_masks)
     """Dropout masks of this rank's model."""
@@ -45,7 +46,8 @@ class RecipeState:
 
 def learning_rate_factor(cell: Cell, step: int) -> float:
     """Returns the learning-rate factor at a step: a linear warm-up, then a cosine, down to
-    LAST_FACTOR at the end of the parity segment."""
+    LAST_FACTOR at the end of the parity segment. It does not depend on the number of steps, since a
+    reference run for later steps is longer."""
     if cell.schedule == "constant":
         return 1.0
     warmup = max(1, round(WARMUP_SHARE * cell.parity_steps))
@@ -82,10 +84,8 @@ def make_scheduler(cell: Cell, optimizer: Optimizer) -> LambdaLR:
 def parameter_groups(
     cell: Cell, parameters: Iterable[Tensor], matrices: Mapping[Tensor, bool] | None = None
 ) -> ParamsT:
-    """Returns the optimizer's parameters, in two groups if only matrices decay.
-
-    `matrices`: whether each parameter is a matrix, for libraries that flatten them.
-    """
+    """Returns the optimizer's parameters, in two groups if only matrices decay. `matrices`: whether
+    each parameter is a matrix, for libraries that flatten parameters."""
     everything = list(parameters)
     if cell.decay == "all":
         return everything
@@ -111,11 +111,10 @@ def clip_gradients(
     group: ProcessGroup | None = None,
     copies: Collection[Tensor] = (),
 ) -> Tensor:
-    """Clips gradients to a global 2-norm; returns the norm before clipping.
-
-    torch's `clip_grad_norm_` fails on DTensors of several meshes (2.13). `group`: ranks with other
-    parameters, such as pipeline stages; `copies`: parameters that another of its ranks counts.
-    """
+    """Clips gradients to a global 2-norm; returns the norm before clipping. torch's
+    `clip_grad_norm_` fails on DTensors of several meshes (2.13). `group`: ranks with other
+    parameters, such as pipeline stages. `copies`: parameters that another rank of the group
+    counts."""
     import torch
     import torch.distributed as dist
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm

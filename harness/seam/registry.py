@@ -29,7 +29,7 @@ GRAPH_WARMUP = 3
 """Warm-up steps of a CUDA graph: normal, recorded, replayed."""
 HOME = "harness.strategies"
 NO_EXCHANGE = "no_exchange"
-"""Strategy whose ranks exchange nothing, to measure parity limits."""
+"""Name of the strategy whose ranks exchange nothing, to measure parity limits."""
 REPLICAS, POWER_SGD, HALF_RANKS = "replicas", "power_sgd", "half_ranks"
 """References that emulate ranks in one process."""
 HIDDEN = (NO_EXCHANGE, REPLICAS, POWER_SGD, HALF_RANKS)
@@ -137,13 +137,14 @@ def require_unchanged(cell: Cell) -> None:
 
 
 def own_command(strategy: Strategy, cell: Cell) -> Callable[[Path], list[str] | None]:
-    """Returns a function from scratch folder to the strategy's launch command, if it has one."""
+    """Returns a function from scratch folder to the strategy's launch command; None if it has no
+    launcher of its own."""
     launcher = strategy.own_launcher
     return functools.partial(launcher.command, cell) if launcher else _no_command
 
 
 def _no_command(scratch: Path) -> None:
-    """Returns None; unlike a lambda, can be pickled."""
+    """Returns None. Trials that share their ranks are pickled, which a lambda cannot be."""
 
 
 def batches_normalised(strategy: Strategy, cell: Cell, layout: Layout) -> int:

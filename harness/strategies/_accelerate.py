@@ -37,7 +37,7 @@ class AccelerateEngine(Strategy):
 
     @property
     def zero(self) -> Deepspeed | None:
-        """Equivalent strategy, if DeepSpeed is the engine."""
+        """Equivalent strategy if DeepSpeed is the engine; None for other engines."""
         stages: dict[str, Literal[2, 3]] = {"zero2": 2, "zero3": 3}
         return Deepspeed(stage=stages[self.engine]) if self.engine in stages else None
 
@@ -148,7 +148,7 @@ def make_accelerator(
     launched: bool,
     parallelism: ParallelismConfig | None = None,
 ) -> Accelerator:
-    """Builds an Accelerator for FSDP2, DeepSpeed or, without either, DDP. `launched`:
+    """Builds an Accelerator for FSDP2, DeepSpeed or, if neither is given, DDP. `launched`:
     `accelerate launch` has put the settings into the environment."""
     import torch
     from accelerate import Accelerator

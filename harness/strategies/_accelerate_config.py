@@ -113,10 +113,8 @@ def accelerate_export(
     deepspeed: dict[str, object] | None = None,
     about_deepspeed: dict[str, bool] | None = None,
 ) -> Export | None:
-    """Returns one engine's script and config file; None for fp16 on CPUs, which becomes fp32.
-
-    `about_deepspeed` has further template values.
-    """
+    """Returns one engine's script and config file; None for fp16 on CPUs, which Accelerate runs as
+    fp32. `about_deepspeed`: template values that the config does not have."""
     if cell.precision == "fp16" and cell.device == "cpu" and deepspeed is None:
         return None
     file = "ds_config.json" if deepspeed else None

@@ -17,7 +17,7 @@ from harness.host.packages import unbuilt
 
 _SHARED_MEMORY = "deepspeed_shm_comm"
 _CAP_IPC_LOCK = 14
-"""Bit number (linux/capability.h)."""
+"""Number of the capability's bit (linux/capability.h)."""
 DISKS = "PARALLELISM_BENCH_DISKS"
 """Environment variable with allowed folders for offloaded states, separated by colons."""
 
@@ -59,7 +59,8 @@ def is_in_memory(folder: str) -> bool:
 
 
 def require_disk(folder: str) -> None:
-    """Raises Refused outside the temporary folder, the cache and $PARALLELISM_BENCH_DISKS."""
+    """Raises Refused outside the temporary folder, the cache and $PARALLELISM_BENCH_DISKS. A matrix
+    may come from somebody else, and must not choose where files are written and removed."""
     allowed = [tempfile.gettempdir(), str(cache_folder()), *os.environ.get(DISKS, "").split(":")]
     path = Path(folder).resolve()
     if folder and not any(
@@ -85,14 +86,14 @@ def lockable_bytes() -> float:
 
 
 def check_prebuilt(*parts: str) -> None:
-    """Raises Unavailable for a missing compiled op, which DeepSpeed would compile for minutes."""
+    """Raises Unavailable if a compiled op is missing, which DeepSpeed would compile for minutes."""
     for part in parts:
         if lacks := missing(part):
             raise Unavailable(lacks)
 
 
 def missing(part: str) -> str:
-    """Returns how to install a compiled op if it is missing."""
+    """Returns how to install a compiled op; empty if it is installed."""
     if part in compiled_parts():
         return ""
     if failure := unbuilt("deepspeed"):
@@ -102,7 +103,7 @@ def missing(part: str) -> str:
 
 
 def compiled_parts() -> set[str]:
-    """Returns compiled ops; they run on the host, so CPU builds also serve GPUs."""
+    """Returns the names of compiled ops. They run on the host, so CPU builds also serve GPUs."""
     return {name for name, built in prebuilt().get("installed_ops", {}).items() if built}
 
 

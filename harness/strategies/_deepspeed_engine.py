@@ -60,10 +60,8 @@ def engine_step(
     model: Callable[[Tensor], Tensor | HasLogits] | None = None,
     divisor: int = 1,
 ) -> TrainStep:
-    """Returns a step of DeepSpeed's loop, whose engine accumulates gradients.
-
-    `model`: callable that runs the engine (default: `engine`). `divisor`: divisor of the loss.
-    """
+    """Returns a step of DeepSpeed's loop, whose engine accumulates gradients. `model`: callable
+    that runs the engine (default: `engine`). `divisor`: number that the loss is divided by."""
     import torch
 
     plain, parts = own_precision(job), job.cell.micro_batches
@@ -113,7 +111,7 @@ def _save_checkpoint(engine: DeepSpeedEngine, folder: Path, step: int) -> None:
 
 
 def _load_checkpoint(job: Job, engine: DeepSpeedEngine, folder: Path) -> int:
-    """Loads a checkpoint; returns its step. Raises RuntimeError without one; DeepSpeed only
+    """Loads a checkpoint and returns its step. Raises RuntimeError if there is none; DeepSpeed only
     warns."""
     import torch
 

@@ -84,7 +84,9 @@ class Mixture(nn.Module):
 def replace_mixtures(
     model: nn.Module, workload: Workload, ranks: int, rank: int
 ) -> dict[str, Mixture]:
-    """Replaces mixtures of experts by DeepSpeed's layer, in place; returns the layers by path."""
+    """Replaces mixtures of experts by DeepSpeed's layer, in place; returns the layers by path.
+    DeepSpeed divides the experts among neighbouring ranks, so a rank's experts are known before
+    `deepspeed.initialize` makes the group (see `check_groups`)."""
     first = rank % ranks * (workload.experts // ranks)
     made = {}
     for path in workload.mixtures_of(model):

@@ -24,7 +24,7 @@ from harness.workloads.counts import model_facts
 
 OffloadTarget = Literal["none", "cpu", "nvme"]
 SWAPPED_BYTES = 2**20
-"""Smallest tensor in bytes that DeepSpeed swaps."""
+"""Minimum size in bytes of tensors that DeepSpeed swaps."""
 SWAP_ELEMENTS = 2**20
 """Optimizer elements swapped at a time; DeepSpeed's 1e9 would buffer everything."""
 SUB_GROUPS, MOST_UPDATED = 8, 10**9
@@ -35,18 +35,19 @@ MOST_LIVE, MOST_PREFETCHED = 10**9, 5 * 10**7
 SWAP_BUFFERS = 5
 ALIGNED_BYTES = 1024
 LARGEST_BUCKET = 25 * 2**20 // 4
-"""Elements of DDP's 25 MiB bucket; DeepSpeed's 5e8 allocates 2 GB for any model."""
+"""Number of elements of DDP's 25 MiB bucket; DeepSpeed's 5e8 allocates 2 GB for any model."""
 PERSISTENT_ELEMENTS, MOST_PERSISTENT, PERSISTENT_SHARE = 1000, 10**5, 10**-4
-"""Size in elements up to which every rank keeps a parameter whole (norms and biases): this share of
-the model, within the bounds. DeepSpeed's 1e5 is nearly all of a model of hidden size 256."""
+"""Size in elements up to which every rank keeps a parameter whole (norms and biases): minimum,
+maximum, and share of the model. DeepSpeed's 1e5 is nearly all of a model of hidden size 256."""
 LOSS_SCALE_POWER = 12
-"""Exponent of the initial loss scale (`job.LOSS_SCALE`); DeepSpeed's 2^16 skips the first steps."""
+"""Exponent of the initial loss scale (`job.LOSS_SCALE`). DeepSpeed's 2^16 overflows and skips the
+first steps."""
 
 
 @dataclass(frozen=True)
 class Swapping:
     sizes: Sequence[int]
-    """Elements of each trained parameter, unsharded."""
+    """Number of elements of each trained parameter, unsharded."""
     ranks: int
     width: int
     optimizer: OffloadTarget
@@ -247,10 +248,8 @@ class ZeroOptions(Strategy):
         return self.bucket_elements or min(LARGEST_BUCKET, sum(sizes) // 8) or LARGEST_BUCKET
 
     def live(self, sizes: Sequence[int]) -> int:
-        """Returns the most elements that stage 3 keeps gathered.
-
-        Nothing is prefetched while a layer exceeds it.
-        """
+        """Returns the maximum number of elements that stage 3 keeps gathered. Nothing is prefetched
+        while a layer exceeds it."""
         if self.bucket_elements or self.offload_parameters == "nvme":
             return self.bucket(sizes)
         return max(self.bucket(sizes), min(MOST_LIVE, sum(sizes) // 8))
@@ -306,11 +305,9 @@ class ZeroOptions(Strategy):
 
 
 def deepspeed_config(cell: Cell, layout: Layout) -> dict[str, object]:
-    """Returns DeepSpeed's JSON config without ZeRO.
-
-    `gradient_clipping` is explicit, or DeepSpeed clips at 1.0. The batch size is too, as libraries
-    may derive it from a wrong process count.
-    """
+    """Returns DeepSpeed's JSON config without ZeRO. It sets `gradient_clipping`, because DeepSpeed
+    clips at 1.0 by default. It also sets the batch size, because libraries would derive it from a
+    process count that may be wrong."""
     config: dict[str, object] = {
         "train_batch_size": cell.global_batch,
         "train_micro_batch_size_per_gpu": cell.global_batch // layout.data // cell.micro_batches,

@@ -193,7 +193,8 @@ def distributed_config(sizes: MeshSizes) -> DistributedConfig:
 def mesh_states(
     cell: Cell, workload: Workload, sizes: MeshSizes, facts: ModelFacts, whole_gradients: bool
 ) -> States:
-    """Returns a rank's states. `whole_gradients`: gradients are not sharded by FSDP2."""
+    """Returns a rank's states. `whole_gradients`: whether gradients stay whole, instead of being
+    sharded by FSDP2."""
     plans = plans_of(workload)
 
     def share(sharded: bool) -> float:

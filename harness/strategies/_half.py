@@ -17,10 +17,8 @@ WHOLLY = Tolerance(
 def half_throughout(
     cell: Cell, layout: Layout, rounded_masters: bool = False, order: Order = "ranks"
 ) -> Cell:
-    """Returns the reference of half-precision cells: AMP's O2 in one process.
-
-    For `rounded_masters` and `order`, see `Amp` and `HalfRanks`.
-    """
+    """Returns the reference of half-precision cells: AMP's O2 in one process. See `Amp` for
+    `rounded_masters`, and `HalfRanks` for `order`."""
     options: dict[str, object] = {"opt_level": "O2", "ranks": layout.data}
     options |= {"rounded_masters": True} if rounded_masters else {}
     if order == "fp32" or cell.micro_batches > 1:

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 
 class HalfRanks(Amp):
-    """AMP O2 in one process, which adds half gradients in the ranks' order, and so rounds alike."""
+    """AMP O2 in one process. Adds half-precision gradients in the ranks' order, and so rounds like
+    them."""
 
     ranks: int = Field(ge=1)
     order: Order = "ranks"
-    """What is added first: a rank's micro-batches, or each micro-batch's ranks (as in ZeRO's stages
-    2 and 3). `fp32`: all are added in fp32."""
+    """What is added first. `ranks`: each rank adds its micro-batches. `micro_batches`: each
+    micro-batch is added over ranks, as in ZeRO's stages 2 and 3. `fp32`: all are added in fp32."""
 
     def step_by_masters(
         self,

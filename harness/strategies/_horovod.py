@@ -50,7 +50,7 @@ def compiled() -> dict[str, str]:
 def missing(controller: str, device: str) -> str:
     """Returns what Horovod lacks for a controller and device type, and how to install it.
 
-    A CPU-only build shuts down on CUDA tensors.
+    A CPU-only build shuts down on CUDA tensors (horovod/common/ops/cuda_util.cc).
     """
     if device == "cuda" and not built(b"NCCLAllreduce"):
         if failure := unbuilt("horovod"):
@@ -78,11 +78,9 @@ def _open_mpi_version() -> int:
 
 
 def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
-    """Returns Open MPI's command line for oversubscribed, unbound ranks, without ssh.
-
-    A waiting thread yields its core to the rank's other thread. By default Open MPI uses every node
-    of a SLURM allocation.
-    """
+    """Returns Open MPI's command line for oversubscribed, unbound ranks, without ssh. A rank's two
+    threads share its cores, so the thread that waits for MPI must yield. By default Open MPI would
+    use every node of a SLURM allocation."""
     settings = {
         "hwloc_base_binding_policy": "none",
         "mpi_yield_when_idle": "1",
@@ -200,11 +198,9 @@ def wrap(job: Job, model: nn.Module, fp16: bool, adasum: bool) -> Optimizer:
 
 
 def broadcast(model: nn.Module, optimizer: Optimizer) -> None:
-    """Broadcasts rank 0's parameters, buffers, optimizer state and learning rate.
-
-    Horovod's `broadcast_optimizer_state` would take a step, and misses plain SGD's learning rate.
-    Call after wrapping, which discards the state.
-    """
+    """Broadcasts rank 0's parameters, buffers, optimizer state and learning rate. Horovod's
+    `broadcast_optimizer_state` would take a step, which decays weights, and misses plain SGD's
+    learning rate. Call after wrapping, which discards the state."""
     import horovod.torch as hvd
 
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -237,8 +233,8 @@ class RootFile:
 
 @contextlib.contextmanager
 def around_update(optimizer: DistributedOptimizer, adasum: bool) -> Iterator[None]:
-    """Averages gradients before GradScaler inspects them. Adasum has already updated during
-    backward."""
+    """Averages gradients before GradScaler inspects them, and only once: step() would do it again.
+    Adasum has already updated during backward."""
     if adasum:
         yield
         return
@@ -250,7 +246,8 @@ def around_update(optimizer: DistributedOptimizer, adasum: bool) -> Iterator[Non
 def register(
     job: Job, model: nn.Module, optimizer: Optimizer, buffer_bytes: int, over_tcp: bool
 ) -> None:
-    """Registers sends and waits of Horovod's threads."""
+    """Registers what torch's profiler cannot see: sends by Horovod's threads, and waits for
+    them."""
     import horovod.torch.optimizer as module
 
     def library() -> Iterator[Retained]:

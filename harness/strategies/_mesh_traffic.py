@@ -75,11 +75,10 @@ def tensor_traffic(
 ) -> float | None:
     """Returns bytes of tensor parallelism without data parallelism.
 
-    Hidden states are all-reduced in forward after the embedding and each row-wise layer, in
-    backward for each column-wise layer, including the head. Its logits are gathered.
-
-    Split experts reduce outputs and gradients of inputs and token weights; whole ones exchange
-    tokens (`exchange`) and gather outputs and gradients. A recomputed block repeats its forward
+    Hidden states are all-reduced in forward after the embedding and each row-wise layer, and in
+    backward for each column-wise layer, including the head. The head's logits are gathered. Split
+    experts reduce outputs and gradients of inputs and token weights. Whole experts exchange tokens
+    (`exchange`) and gather outputs and gradients. A recomputed block repeats its forward
     collectives except the last.
     """
     hidden = hidden_bytes(cell, layout)

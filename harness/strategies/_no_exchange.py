@@ -6,7 +6,7 @@ from harness.seam.job import standard_step
 
 
 class NoExchange(Strategy):
-    """Data parallelism without exchange: each rank trains alone on its share."""
+    """Data parallelism without communication: each rank trains alone on its share."""
 
     capabilities = Capabilities(process_group=False, extra_optimizers=("adamw_8bit", "muon"))
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 POWER_SGD_RANK, FIRST_COMPRESSED = 4, 2
-"""Rank of the approximation, and the first step that uses it."""
+"""Rank of the approximation, and the first step that uses it, because DDP rearranges its buckets in
+the second backward."""
 LEAST_SAVING = 2
 """Factor by which compression must shrink a matrix, as in torch."""
 SEED, SEEDS = 0, 1_000_000_000
@@ -35,7 +36,7 @@ class PowerSgd(Emulation):
     first_bucket_bytes: int
     """Size of DDP's first gradient bucket."""
     bucket_bytes: int
-    """Size of the others."""
+    """Size of every other gradient bucket."""
 
     @property
     def emulated_ranks(self) -> int:
@@ -97,7 +98,7 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 
 class Bucket:
-    """PowerSGD's state for some consecutive gradients."""
+    """PowerSGD's state for consecutive gradients that share a bucket."""
 
     def __init__(self, shapes: Sequence[Tensor], places: range, ranks: int, seed: int) -> None:
         import torch

@@ -114,10 +114,8 @@ def replicas_of(
     first_local: int = 0,
     outer: tuple[float, float] | None = None,
 ) -> Cell:
-    """Returns the reference of a cell whose ranks train locally.
-
-    `outer`: learning rate and momentum of the outer optimizer, if any.
-    """
+    """Returns the reference of a cell whose ranks train locally. `outer`: learning rate and
+    momentum of the outer optimizer; None to average parameters."""
     options: dict[str, float] = {
         "replicas": cell.devices,
         "first_local": first_local,

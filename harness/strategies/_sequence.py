@@ -27,8 +27,8 @@ Attention = Callable[..., tuple["Tensor", "Tensor | None"]]
 
 
 def sequence_layout(devices: int, sequence_ranks: int | None) -> Layout:
-    """Returns data-parallel groups of `sequence_ranks` neighbouring ranks (None: one group); raises
-    Refused if they do not divide the devices."""
+    """Returns data-parallel groups of `sequence_ranks` neighbouring ranks; if that is None, one
+    group of all. Raises Refused if the groups do not divide the devices."""
     ranks = sequence_ranks or devices
     if devices % ranks:
         raise Refused(f"{devices} devices do not divide into groups of sequence_ranks={ranks}")
@@ -36,10 +36,8 @@ def sequence_layout(devices: int, sequence_ranks: int | None) -> Layout:
 
 
 def check_heads(workload: Workload, ranks: int, repeats_keys: bool = False) -> None:
-    """Raises Refused if attention heads, or key and value heads, do not divide evenly.
-
-    `repeats_keys`: whether ranks may share a key and value head.
-    """
+    """Raises Refused if the heads, or the key and value heads of grouped-query attention, do not
+    divide evenly. `repeats_keys`: whether ranks may share a key and value head."""
     keys = workload.heads
     uneven = keys % ranks and not (repeats_keys and ranks % keys == 0)
     if uneven or workload.query_heads % ranks:
@@ -74,8 +72,8 @@ class SequencePart:
         return cls(job.rank % job.layout.sequence, job.layout.sequence)
 
     def cut(self, batch: Batch) -> Batch:
-        """Returns this part of a batch. Labels are already shifted: the last one is the next part's
-        first token."""
+        """Returns this part of a batch. Labels are already shifted: the last label is the next
+        part's first token."""
         return batch.part(self.number, self.parts, dimension=1)
 
     def positions(self, job: Job) -> Tensor:
@@ -94,10 +92,9 @@ def at_positions(
 
 
 def averaging_step(job: Job, model: nn.Module, positions: Tensor) -> TrainStep:
-    """Returns a step on a rank's tokens at these positions.
-
-    Ranks have equally many tokens, so averaged gradients are those of the mean loss.
-    """
+    """Returns a step on a rank's tokens at these positions. Attention sends gradients back to where
+    keys and values came from. Ranks have equally many tokens, so averaged gradients are those of
+    the mean loss."""
     parameters = list(model.parameters())
     optimizer = job.optimizer(parameters)
     job.register(model, optimizer)
@@ -144,9 +141,8 @@ def even_attention(
     scaling: float | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Applies torch's causal attention, repeating key and value heads: torch's ring attention,
-    which can replace this call, supports no dropout or grouped heads.
-    """
+    """Applies torch's causal attention, repeating key and value heads. torch's ring attention,
+    which can replace this call, supports neither dropout nor grouped-query attention."""
     from torch.nn import functional
 
     groups = query.shape[1] // key.shape[1]
@@ -160,11 +156,11 @@ def even_attention(
 def exchanged_for_heads(
     cell: Cell, layout: Layout, gathers_positions: bool = False
 ) -> float | None:
-    """Returns mean bytes a rank sends per step in DeepSpeed-Ulysses' all-to-alls (arXiv 2309.14509,
-    section 3.2: 4Nh/P).
+    """Returns the bytes that a rank sends per step in DeepSpeed-Ulysses' all-to-alls, averaged over
+    ranks (arXiv 2309.14509, section 3.2: 4Nh/P). None unless the precision is fp32.
 
-    None unless the precision is fp32. A block has four all-to-alls (queries, keys, values, outputs)
-    each way; recomputation repeats the forward ones. Fewer key and value heads than ranks are
+    A block has four all-to-alls (queries, keys, values, outputs) each way; recomputation repeats
+    those of forward. If grouped-query attention has fewer key and value heads than ranks, they are
     repeated. `gathers_positions` adds 8 bytes per token and computed block.
     """
     workload, ranks = make_workload(cell.workload), layout.sequence

@@ -41,8 +41,9 @@ KEYS = "dropout_keys"
 class Stepped:
     """A script with its own training loop, in a thread that pauses before each step.
 
-    A step lasts from one request for a batch (`next_batch`) to the next. The thread also builds the
-    model, as glibc keeps freed memory per thread.
+    A step lasts from one request for a batch (`next_batch`) to the next, which includes all of the
+    loop's work. The thread also builds the model, because glibc keeps the memory that a thread
+    frees for that thread.
     """
 
     trainer: SteppedTrainer
@@ -102,7 +103,8 @@ class Stepped:
 class SteppedTrainer(Trainer):
     """Trainer's own loop, data loader, loss, gradient accumulation and update.
 
-    Its data set is sample numbers, which `_exchange` replaces.
+    Its data set is sample numbers, which reveal the loader's order; `_exchange` replaces them by
+    samples.
     """
 
     def __init__(self, stepped: Stepped, model: nn.Module, args: TrainingArguments) -> None:
@@ -126,7 +128,8 @@ class SteppedTrainer(Trainer):
     def _exchange(self, numbers: list[int], part: Batch, index: int) -> Inputs:
         """Replaces the loader's sample numbers by the harness's micro-batch; returns model inputs.
 
-        Raises RuntimeError unless they are this rank's next.
+        Raises RuntimeError unless the numbers are the next of this rank. Ranks take micro-batches
+        in turn.
         """
         size = len(part.inputs)
         first = (
@@ -253,8 +256,8 @@ def arguments(job: Job, model: nn.Module, engine: AccelerateEngine) -> dict[str,
 
 
 def scale_balance(job: Job, model: nn.Module) -> None:
-    """Divides the balancing loss by ranks and micro-batches, in place. transformers 5.23 would
-    add it for each."""
+    """Divides the balancing loss by the numbers of ranks and micro-batches, in place. transformers
+    5.23 would add it once for each of them."""
     if job.cell.balance_weight:
         parts = job.layout.data * job.cell.micro_batches
         setattr(model, ROUTER_WEIGHT, job.cell.balance_weight / parts)
@@ -263,16 +266,18 @@ def scale_balance(job: Job, model: nn.Module) -> None:
 def counts_labels(workload: Workload) -> bool:
     """Returns whether the model divides its loss by Trainer's label count.
 
-    Otherwise Trainer must be told, or it would multiply the mean by the ranks and not divide by
-    micro-batches.
+    If it does not, Trainer must be told. Otherwise it would multiply the mean by the number of
+    ranks and not divide it by the number of micro-batches.
     """
     return workload.kind == "causal"
 
 
 def named_inputs(workload: Workload, model: nn.Module, part: Batch) -> Inputs:
-    """Returns inputs of the model's forward by name.
+    """Returns the inputs of the model's forward by name.
 
-    Causal models get the shifted labels as `shift_labels` too, which Trainer counts.
+    Labels are already shifted, so causal models also get them as `shift_labels`. If transformers
+    does not recognise the loss by class name, as for GPT-2, Trainer would count the first unshifted
+    label, which nothing predicts.
     """
     further = {"shift_labels": part.labels} if workload.kind == "causal" else {}
     if part.positions is not None:

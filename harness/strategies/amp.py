@@ -30,11 +30,12 @@ class Amp(Strategy):
     """Apex-style AMP under DDP: autocast (O1), half with fp32 master weights (O2), pure half (O3).
 
     Half is the cell's precision; O1 and O2 scale the fp16 loss dynamically. As in apex, O2 keeps
-    BatchNorm in fp32. Unlike apex, master weights start unrounded and rotary frequencies stay fp32.
+    BatchNorm in fp32. Unlike in apex, master weights start from the unrounded weights and rotary
+    frequencies stay fp32, so that levels differ only in how they train.
 
     Each level is compared with itself in one process. O3 loses updates: in bf16, a step of 1e-3
     never moves a norm weight of 1.0. Pure fp16 with AdamW diverges: a squared gradient below 6e-8
-    becomes zero.
+    becomes zero, and the step is then divided by epsilon alone.
     """
 
     opt_level: Literal["O0", "O1", "O2", "O3"] = "O1"

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 class ContextParallel(Strategy):
     """Ring attention (torch's context_parallel): keys and values circulate, queries stay.
 
-    Ranks may outnumber heads (arXiv 2310.01889). Each rank has a chunk from the front and one from
-    the back, which balances the causal mask.
+    All heads stay on every rank, so their number does not limit the ranks (arXiv 2310.01889). Each
+    rank has a chunk from the front of the sequence and one from the back, which balances the causal
+    mask.
     """
 
     pass_by: Literal["allgather", "alltoall"] = "allgather"

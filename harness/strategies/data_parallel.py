@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class DataParallel(Strategy):
     """torch.nn.DataParallel: replicate, scatter, apply, gather and update in one process.
 
-    Without GPUs each device is a CPU thread. Replicas enter autocast themselves, as threads do not
-    inherit its dtype.
+    Without GPUs each device is a CPU thread. Replicas enter autocast themselves: their threads
+    inherit whether it is enabled, but not its dtype, and would use fp16 in bf16 cells.
     """
 
     capabilities = Capabilities(process_group=False)

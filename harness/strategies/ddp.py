@@ -53,7 +53,8 @@ class Ddp(Strategy):
     )
 
     bucket_cap_mb: float | None = Field(default=None, ge=0.001)
-    """Size of every gradient bucket in MiB; by default 1 for the first and 25 for the others."""
+    """Size of every gradient bucket in MiB. By default 1 for the first bucket and 25 for all
+    further ones."""
     static_graph: bool = False
     """Promise that every step uses the same parameters."""
     gradient_as_bucket_view: bool = False
@@ -201,10 +202,10 @@ def check_power_sgd(cell: Cell, workload: Workload) -> None:
 
 
 def least_bucket_mib(hook: str, cell: Cell, workload: Workload) -> int:
-    """Returns the minimum bucket size in MiB under this hook; 0 for any size.
+    """Returns the minimum bucket size in MiB under this hook; 0 if any size will do.
 
-    PowerSGD reduces buckets in an order that differs between ranks. With several, gloo pairs the
-    wrong ones and aborts, so on CPUs one must hold all gradients.
+    PowerSGD reduces buckets in an order that differs between ranks. If there are several, gloo
+    pairs the wrong buckets and aborts, so on CPUs one bucket must hold all gradients.
     """
     if hook != "powersgd" or cell.device != "cpu":
         return 0

@@ -81,7 +81,8 @@ class Snapshots:
 
     steps = 0
     noted: Tensor
-    """Each step's loss and gradient norm (steps, 2); NaN if not clipped."""
+    """Loss and gradient norm of each step, shape (steps, 2). The norm is NaN if gradients are not
+    clipped."""
 
     def __init__(self, job: Job, parts: Mapping[str, Stateful]) -> None:
         import torch
@@ -96,7 +97,7 @@ class Snapshots:
             self.noted[step, 1] = norm
 
     def replayed(self, step: int) -> Tensor:
-        """Returns loss of a step before the restart and restores its norm."""
+        """Returns the loss of a step before the restart, and restores its gradient norm."""
         noted: tuple[Tensor, ...] = self.noted[step].clone().unbind()
         loss, norm = noted
         if not norm.isnan():
@@ -106,7 +107,7 @@ class Snapshots:
     def load(self) -> None:
         """Restores all parts, if a snapshot exists.
 
-        Raises RuntimeError if it is from a timed step.
+        Raises RuntimeError if it is from a timed step, since replayed steps cannot be timed.
         """
         import torch
 

@@ -203,9 +203,10 @@ class Deepspeed(ZeroOptions):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Returns bytes of about 3 elements per parameter (paper, stages 1 to 3: 2, 2, 3).
 
-        Stages 1 and 2 all-reduce gradients and gather the updated parameters. Stage 3 gathers for
-        forward and backward, except parameters reused soon (`_reused`), and persistent ones after
-        the update. None for stage 3 with recomputation, whose gathers depend on prefetching.
+        Stages 1 and 2 all-reduce gradients and gather the updated parameters. Stage 3 gathers
+        parameters for forward and for backward, except those reused soon (`_reused`), and
+        persistent parameters after the update. None for stage 3 with recomputation, whose gathers
+        depend on prefetching.
         """
         chosen = self
         width, ranks = 4 if cell.precision == "fp32" else 2, layout.replicas

@@ -18,7 +18,8 @@ class DeepspeedMoe(Strategy):
 
     DeepSpeed 0.19.8 clips to the mean of the ranks' norms, although their experts differ, so cells
     with `clip_norm` are `diverged`. Its gate balances layers separately, so `balance_weight` is
-    refused. Padding leaves traffic without a formula.
+    refused. It pads every expert's rows to those of the busiest expert, so its traffic has no
+    formula.
     """
 
     requires = ("deepspeed",)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DeepspeedPipeline(Strategy):
-    """DeepSpeed's PipelineModule: one stage per rank, 1F1B, micro-batches as accumulation.
+    """DeepSpeed's PipelineModule: one stage per rank, 1F1B, micro-batches as gradient accumulation.
 
     TiedLayerSpec sums the gradients of parameters tied between the end stages.
     """
@@ -115,10 +115,9 @@ class DeepspeedPipeline(Strategy):
 
 
 def count_in_norm(stage: Stage) -> None:
-    """Marks a stage's parameters as model parallel, except copies of the first stage's.
-
-    DeepSpeed 0.19.8 counts only these and the first stage in the gradient norm, but marks none.
-    """
+    """Marks a stage's parameters as model parallel, except copies of the first stage's. In the
+    gradient norm, DeepSpeed 0.19.8 counts only parameters with this mark and those of the first
+    stage, but it marks none."""
     copies = stage.split.tied if stage.last and not stage.first else {}
     for name, parameter in stage.model.named_parameters():
         parameter.model_parallel = name not in copies  # type: ignore[attr-defined]

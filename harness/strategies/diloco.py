@@ -113,12 +113,9 @@ class DiLoCo(Strategy):
 
 
 def manager_of(job: Job) -> Manager:
-    """Returns this rank's manager, which requires one replica per device.
-
-    An uncommitted period is an error, as losing a replica changes the training.
-
-    Servers listen only on the job's interface; torchft's would listen on all.
-    """
+    """Returns this rank's manager, which requires one replica per device. An uncommitted period is
+    an error, as losing a replica changes the training. Servers listen only on the job's interface,
+    whereas torchft's would listen on all interfaces."""
     import torchft.manager
     from torchft.coordination import ManagerServer
     from torchft.manager import Manager

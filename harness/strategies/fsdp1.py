@@ -35,7 +35,7 @@ class Fsdp1(Strategy):
     cpu_offload: bool = False
     """Keep shards in host memory while no module uses them."""
     use_orig_params: bool = True
-    """Give the optimizer the model's original parameters instead of flat ones."""
+    """Give the optimizer the model's original parameters instead of flattened parameters."""
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if workload.partly_frozen and not self.use_orig_params:
@@ -90,8 +90,8 @@ class Fsdp1(Strategy):
         return True
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Counts gradients of flat parameters, including frozen parts; unsharded with several
-        micro-batches (torch 2.13, measured on two ranks)."""
+        """Counts the gradients of flat parameters, including their frozen parts. With several
+        micro-batches, gradients are unsharded (torch 2.13, measured on two ranks)."""
         shards = cell.devices // 2 if self.sharding == "hybrid_shard" else cell.devices
         chosen, whole = self, cell.micro_batches > 1
         states = model_states(cell, facts, shards)
@@ -114,10 +114,9 @@ class Fsdp1(Strategy):
 
 
 def wrap_policy(job: Job, model: nn.Module) -> Callable[..., bool]:
-    """Wraps by block or, without names, modules with at least an eighth of the parameters.
-
-    Without blocks, a model that shares parameters is one unit.
-    """
+    """Wraps by block or, if blocks have no names, modules with at least an eighth of the
+    parameters. Modules that share a parameter must be in one unit, so without blocks a model with
+    shared parameters is one unit."""
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
     if blocks := job.workload.blocks_of(model):

@@ -42,7 +42,7 @@ class Horovod(Strategy):
     compression: Literal["none", "fp16"] = "none"
     """Compression of gradients during communication."""
     fusion_threshold_mib: float = Field(default=128.0, ge=0)
-    """Size in MiB of the buffer that fuses small gradients; 0 for no fusion."""
+    """Size in MiB of the buffer that fuses small gradients. 0 turns fusion off."""
     cycle_time_ms: float = Field(default=1.0, gt=0)
     """Milliseconds between checks for gradients that are ready on all ranks."""
 

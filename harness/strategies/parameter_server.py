@@ -47,7 +47,7 @@ class ParameterServer(Strategy):
     )
 
     mode: Literal["synchronous", "asynchronous"] = "synchronous"
-    """Update once per step with the average of all gradients, or with each worker's as they
+    """Update once per step with the average of all gradients, or once per worker as its gradients
     arrive."""
     transport: Literal["auto", "tcp"] = "auto"
     """Transport of TensorPipe. `auto` uses shared memory within a node, where bytes sent are
@@ -139,7 +139,8 @@ def next_confirmation() -> int:
 
 
 def arrivals(workers: int, early: list[Push]) -> Iterator[Push]:
-    """Yields one push per worker as they arrive; keeps second ones in `early` for the next step."""
+    """Yields one push per worker as they arrive. A worker's second push is kept in `early` for the
+    next step."""
     waiting = early.copy()
     seen: set[int] = set()
     early.clear()
@@ -164,8 +165,8 @@ def waits() -> list[Wait]:
 
 
 def server_optimizer(job: Job, model: nn.Module, updates: int) -> Optimizer:
-    """Returns the cell's optimizer, scaled for this many updates per step: each of N uses 1/N of
-    the learning rate and the N-th root of each moment's decay factor."""
+    """Returns the cell's optimizer, scaled for this many updates per step. Each of N updates uses
+    1/N of the learning rate and the N-th root of each moment's decay factor."""
     optimizer = job.optimizer(trained_parameters(model))
     for group in optimizer.param_groups:
         group["lr"] /= updates

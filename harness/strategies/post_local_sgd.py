@@ -17,7 +17,8 @@ from harness.workloads import Workload
 class PostLocalSgd(Strategy):
     """Post-local SGD: DDP until a start step, then local steps and periodic parameter averages.
 
-    AdamW's moments are never averaged. torch's gradient averaging within a node is off.
+    AdamW's moments are never averaged. torch's gradient averaging within a node is off, since a
+    single node would otherwise take no local steps.
     """
 
     capabilities = Capabilities(

@@ -78,7 +78,8 @@ class TensorParallel(Strategy):
         return standard_step(job, stage if self.sequence_parallel else stage.model, optimizer)
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Sequence parallelism also splits embedding and head."""
+        """Returns states of the split model. Sequence parallelism also splits embedding and
+        head."""
         split = make_workload(cell.workload).split
         if split is None:
             return None
@@ -90,8 +91,8 @@ class TensorParallel(Strategy):
         return model_states(cell, local_facts) if local_facts else None
 
     def activation_bytes(self, cell: Cell, layout: Layout, workload: Workload) -> float | None:
-        """Sequence parallelism also splits tokens outside split layers (arXiv 2205.05198, section
-        4.2.2)."""
+        """Returns activation bytes. Sequence parallelism also splits tokens outside split layers
+        (arXiv 2205.05198, section 4.2.2)."""
         if workload.split is None or not workload.split.one_reduction_each:
             return None
         shared = self.sequence_parallel and layout.tensor > 1
@@ -100,9 +101,10 @@ class TensorParallel(Strategy):
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Returns bytes of hidden-state all-reduces.
 
-        Layers split by row have one in forward, by column one in backward. Megatron-LM (arXiv
-        1909.08053, section 3) needs four per block; torch, which reduces the gradients of each
-        layer's input, seven for Llama. A recomputed block repeats all forward ones except the last.
+        A layer split by row has an all-reduce in forward, a layer split by column has one in
+        backward. Megatron-LM (arXiv 1909.08053, section 3) needs four per block. torch, which
+        reduces the gradients of each layer's input, needs seven for Llama. A recomputed block
+        repeats all forward all-reduces except the last.
         """
         workload, hidden = make_workload(cell.workload), hidden_bytes(cell, layout)
         if hidden is None or workload.split is None or self.sequence_parallel:

@@ -88,8 +88,8 @@ class ThreeD(Strategy):
 
     @property
     def reshards(self) -> bool | None:
-        """FSDP2's `reshard_after_forward`: its default, but False with several stages, as in
-        torchtitan. Otherwise each micro-batch would gather all blocks again."""
+        """Value of FSDP2's `reshard_after_forward`. It is FSDP2's default, but False with several
+        stages, as in torchtitan: otherwise each micro-batch would gather all blocks again."""
         return None if self.pipeline == 1 else False
 
     def setup(self, job: Job) -> TrainStep:
@@ -163,11 +163,9 @@ def axis_states(cell: Cell, part: ModelFacts, axis: str, ranks: int) -> States:
 
 
 def wrap_stage(stage: Stage, axis: str, group: dist.ProcessGroup) -> nn.Module:
-    """Wraps the stage for its data axis, removing DTensors between forwards: DDP and
-    ZeroRedundancyOptimizer reject them.
-
-    The first forward has no backward, so DDP needs find_unused_parameters.
-    """
+    """Wraps the stage for its data axis. Removes DTensors between forwards, because DDP and
+    ZeroRedundancyOptimizer reject them. The first forward has no backward, so DDP needs
+    find_unused_parameters."""
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
     from torch.nn.parallel import DistributedDataParallel
 

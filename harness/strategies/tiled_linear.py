@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class TiledLinear(Deepspeed):
     """DeepSpeed ZeRO-3 with the largest linear layers in tiles (TiledLinear), gathered in turn.
 
-    ZeRO-3 alone gathers whole layers.
+    ZeRO-3 alone gathers whole layers, so a layer must fit in memory with its gradient; tiled, only
+    a tile must.
     """
 
     stage: Literal[3] = 3
@@ -79,7 +80,7 @@ def tiles_of(
 
 @functools.cache
 def largest_layers(workload: Workload) -> dict[str, tuple[int, int]]:
-    """Returns numbers of inputs and outputs of the largest linear layers by path."""
+    """Returns the numbers of inputs and outputs of the largest linear layers, by path."""
     from torch import nn
 
     modules = workload.on_meta().named_modules()

@@ -26,8 +26,8 @@ class Ulysses(Strategy):
     requires = ("deepspeed",)
 
     sequence_ranks: int | None = Field(default=None, ge=1)
-    """Neighbouring ranks that share each sample's tokens, by default all. Groups are data
-    parallel."""
+    """Number of neighbouring ranks that share each sample's tokens; by default all ranks. Groups
+    are data parallel."""
 
     def layout(self, devices: int) -> Layout:
         return _sequence.sequence_layout(devices, self.sequence_ranks)
@@ -53,7 +53,8 @@ class Ulysses(Strategy):
         def local(
             query: Tensor, key: Tensor, value: Tensor, module: nn.Module, options: dict[str, Any]
         ) -> Tensor:
-            """Takes (samples, tokens, heads, head width) each, with all tokens and some heads."""
+            """Applies attention to all tokens and some of the heads. Takes query, key and value of
+            shape (samples, tokens, heads, head width)."""
             heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
             return whole(module, *heads_first, None, **options)[0]
 

@@ -28,8 +28,8 @@ class UlyssesZero(Deepspeed):
     capabilities = dataclasses.replace(Deepspeed.capabilities, precisions=("fp32", "bf16"))
 
     sequence_ranks: int | None = Field(default=None, ge=1)
-    """Neighbouring ranks that share each sample's tokens, by default all. Groups are data
-    parallel."""
+    """Number of neighbouring ranks that share each sample's tokens; by default all ranks. Groups
+    are data parallel."""
 
     def layout(self, devices: int) -> Layout:
         return _sequence.sequence_layout(devices, self.sequence_ranks)

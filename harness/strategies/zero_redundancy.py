@@ -59,7 +59,8 @@ class ZeroRedundancy(Strategy):
         return dealt_out_states(whole_model_states(cell, facts), facts, layout.data)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float:
-        """Counts DDP's all-reduce and parameter broadcasts; published ZeRO-1 scatters gradients."""
+        """Counts DDP's all-reduce and the parameter broadcasts. ZeRO-1 as published scatters
+        gradients instead."""
         ranks, size = layout.data, float(facts.trained_bytes)
         buffers = facts.buffer_bytes - facts.scale_bytes
         return all_reduced(ranks, size) + passed_once(ranks, size + buffers)

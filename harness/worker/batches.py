@@ -80,7 +80,7 @@ class Batches:
 
     def fetch(self, step: int, number: int | None = None) -> Batch:
         """Returns a training step's batch, whose copy to a GPU may be in progress. `number`: the
-        strategy's step number, if rewinds make it differ."""
+        strategy's step number; None if no rewind makes it differ."""
         batch_number = step if number is None else number
         if self._pool is None:
             return self._batch(batch_number, step, self._tensors(step))

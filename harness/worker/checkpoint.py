@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from harness.worker.loop import Loop
 
 STEPS_MEANWHILE = 2
-"""Steps trained during an asynchronous save."""
+"""Number of steps trained during an asynchronous save, which must not change what is saved."""
 _POLL_SECONDS = 0.005
 
 

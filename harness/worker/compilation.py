@@ -7,8 +7,9 @@ from harness.host.folders import cache_folder
 
 
 def prepare_to_compile(cell: Cell) -> None:
-    """Imports what torch.compile needs before memory is measured, sets its cache folder, and makes
-    exceeding the recompilation limit an error."""
+    """Imports what torch.compile needs before memory is measured, and sets its cache folder. Makes
+    exceeding the recompilation limit an error: torch would run the block uncompiled and the trial
+    be mislabelled."""
     if cell.compile == "none":
         return
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "compiled")
@@ -32,10 +33,8 @@ def skipped_graphs() -> int:
 
 
 def checked_compile_seconds(cell: Cell, before_timed_steps: float) -> float | None:
-    """Returns `compile_seconds`; None if the cell asks for none.
-
-    Raises RuntimeError if nothing was compiled, a timed step compiled, or CUDA graphs are missing.
-    """
+    """Returns `compile_seconds`; None if the cell does not compile. Raises RuntimeError if nothing
+    was compiled, a timed step compiled, or CUDA graphs are missing."""
     if cell.compile == "none":
         return None
     seconds = compile_seconds()

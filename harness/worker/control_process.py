@@ -29,13 +29,13 @@ from harness.worker.spec import TrialSpec
 from harness.workloads import make_workload
 
 _HELLO = struct.Struct("ii")
-"""The rank's process id, and its number of restarts."""
+"""Header of a message: the rank's process id, and its number of restarts."""
 _REQUEST = struct.Struct("d")
 _ANSWER = struct.Struct("dddd")
 _MESSAGE = struct.Struct("iid")
 START_SECONDS = 60.0
 OWN_SECONDS = 0.0005
-"""CPU seconds in a pause up to which a rank left no work."""
+"""CPU seconds in a pause up to which a rank counts as having left no work."""
 _MALLOPT = {-1: 1 << 30, -3: 1 << 25}
 """M_TRIM_THRESHOLD and M_MMAP_THRESHOLD (glibc's maximum), in bytes."""
 
@@ -45,8 +45,8 @@ class Pause:
     control_seconds: float | None
     """Time of one sample's forward and backward pass; None for a rank without a control."""
     left_over_seconds: float
-    """CPU time of the rank's threads after all ranks' steps; before, libraries may poll for slower
-    ranks."""
+    """CPU time of the rank's threads after the end of all ranks' steps. Earlier, libraries may poll
+    for slower ranks."""
     control_cpu_seconds: float
     largest: float
 

@@ -96,9 +96,9 @@ class Loop:
         self.first_step = 0
         self.loaded: LoadedAnswer | None = None
         self.training_step = 0
-        """Index of the next training step and its batch."""
+        """Number of the next training step, whose batch comes next."""
         self.paused_seconds = 0.0
-        """Seconds of controls within counted steps."""
+        """Seconds that controls took within counted steps."""
         self.progress = Progress(spec.progress if job.rank == 0 else None)
         self.steps: list[RankStep] = []
         self.peak_allocated: int | None = None
@@ -170,7 +170,7 @@ class Loop:
         return total / self.traffic.steps if total is not None and self.traffic.steps else None
 
     def offload(self) -> Offload | None:
-        """Returns traffic and size of the offload folder, if any."""
+        """Returns traffic and size of the offload folder; None if there is none."""
         train_state = self.job.train_state
         if train_state is None or train_state.offload_folder is None:
             return None
@@ -297,7 +297,8 @@ class Loop:
             self.heartbeat.beat(f"step {index + 1}", index + 1)
 
     def _pause(self, control: Control, timed: bool) -> None:
-        """Runs a control if due. After the cell's timed steps, ranks agree how many to add."""
+        """Runs a control if one is due. After the cell's timed steps, ranks agree how many steps to
+        add."""
         agree = timed and self.timed == self.job.cell.timed_steps
         if not (agree or self._first_pause() or len(self.steps) % control.every == 0):
             return
@@ -396,8 +397,8 @@ class Loop:
         self.before_ahead = []
 
     def _replicas(self) -> int | None:
-        """Returns the number of replicas with separate running statistics; None outside the
-        first."""
+        """Returns the number of replicas with separate running statistics. None on ranks outside
+        the first replica."""
         cell, layout = self.job.cell, self.job.layout
         if layout.share(self.job.rank):
             return None

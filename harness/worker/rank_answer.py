@@ -16,7 +16,7 @@ from harness.record.run_record import RankStep
 @dataclass(frozen=True)
 class Offload:
     read: float | None
-    """Bytes per step."""
+    """Bytes read per step; None if unknown."""
     written: float | None
     kept: int
     """Bytes in the offload folder."""
@@ -35,7 +35,7 @@ class CheckpointedState:
 @dataclass(frozen=True)
 class LoadedAnswer:
     load_seconds: float | None
-    """Seconds to load; None if the library loads during setup."""
+    """Seconds to load the checkpoint. None if the library loads it during setup."""
     state: CheckpointedState
 
 
@@ -56,7 +56,7 @@ class TrainedAnswer:
     setup_peak_memory_bytes: int | None
     restarts: int
     cores: str
-    """Cores in the kernel's notation, such as 0-7,16."""
+    """Cores of the rank in the kernel's notation, such as 0-7,16."""
     steps: tuple[RankStep, ...]
     time_slices: tuple[tuple[int, float], ...]
     """First step of each turn, and its start in seconds after the epoch."""
@@ -77,7 +77,7 @@ class TrainedAnswer:
     joules_per_step: float | None
     states: RankStates
     sketches: dict[str, float] | None = None
-    """Each final parameter's sum with random signs; None if not compared."""
+    """Sum of each final parameter with random signs; None if ranks are not compared."""
     compile_seconds: float | None = None
     loaded: LoadedAnswer | None = None
     expert_tokens: dict[int, tuple[int, ...]] | None = None
@@ -99,7 +99,7 @@ class ProfiledAnswer:
     profiled: tuple[dict[str, float | None], ...]
     """Seconds of each profiled step by component, plus `overlapped`, `operators` and `step`."""
     calls: tuple[tuple[str, int, int, int], ...] | None
-    """Collectives as (operation, bytes, group size, count); None if not visible."""
+    """Collectives as (operation, bytes, group size, count). None if torch does not see them."""
     sent_bytes_per_step: float | None
     wire: str
     """How the backend moves bytes (harness/measure/rank_traffic.py)."""
@@ -125,7 +125,7 @@ class FailureAnswer:
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """Result of a rank; none of the parts if it ended silently."""
+    """Result of a rank. All parts are None if it ended silently."""
 
     rank: int
     pid: int | None = None

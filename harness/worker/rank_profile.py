@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 PLAIN_STEPS = 5
 PROFILED_STEPS = 6
-"""Includes a dropped first step, as ranks start profilers at different times."""
+"""Number of profiled steps, including a first step that is dropped, because ranks start profilers
+at different times."""
 _MARK = "bench:"
 _MARKS: dict[str, Kind] = {
     "wait": "wait",
@@ -186,7 +187,7 @@ def _profiled(
 
 
 def require_device_events(raw: Sequence[_KinetoEvent]) -> None:
-    """Raises RuntimeError without GPU events, or the GPU would seem idle."""
+    """Raises RuntimeError if there are no GPU events, because the GPU would then seem idle."""
     if all(_on_host(event) for event in raw):
         raise RuntimeError(
             "the profiler saw no device events: this process may not use CUPTI, as in some virtual"
@@ -239,8 +240,8 @@ def _batch_copies(raw: Sequence[_KinetoEvent]) -> set[int]:
 
 
 def training_thread(events: list[Event], calling: int) -> int:
-    """Returns the thread that trains: the caller of the step, or a library's that computes more, to
-    which it copies the caller's data events."""
+    """Returns the thread that trains. That is the thread which calls the step, unless a library's
+    thread computes more; the caller's data events are then copied to that thread."""
     computed = dict.fromkeys({calling, *(e.thread for e in events)}, 0.0)
     for event in events:
         if event.kind == "operator":

@@ -38,7 +38,7 @@ class Heartbeat:
         self.beat("imports")
 
     def beat(self, doing: str, steps: int | None = None) -> None:
-        """Records the beginning of phase or step `doing`. `steps`: finished ones."""
+        """Records the beginning of phase or step `doing`. `steps`: number of finished steps."""
         now = time.monotonic()
         self._longest = max(self._longest, now - self._last)
         self._steps = self._steps if steps is None else steps
@@ -70,7 +70,7 @@ class GroupState:
     group: str
     ranks: tuple[int, ...]
     entered: int
-    """Sequence number of the last entered collective; 0 if none."""
+    """Sequence number of the last collective that the rank entered; 0 if it entered none."""
     operation: str
 
 

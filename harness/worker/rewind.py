@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 AHEAD = 1000
-"""Steps by which some replays move optimizers and schedules ahead, or an error that begins at some
-step would vanish in a rewind."""
+"""Number of steps by which some replays move optimizers and schedules ahead. Otherwise an error
+that begins at some step would vanish in a rewind."""
 STEP = "step"
 """Name of the step number in torch's optimizer states."""
 PIECE_BYTES = 2**24
@@ -152,7 +152,7 @@ def _counters(record: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Returns a tensor's bytes, shape (bytes,), without copying contiguous ones."""
+    """Returns a tensor's bytes, shape (bytes,). Copies only tensors that are not contiguous."""
     import torch
 
     return tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -177,10 +177,10 @@ def _read(file: int, numbers: memoryview, offset: int) -> int:
 
 
 FIRST_WITHIN = 8
-"""Most steps from the end of the parity segment to the first rewind."""
+"""Maximum number of steps from the end of the parity segment to the first rewind."""
 LEAST_BETWEEN, MOST_BETWEEN = 8, 24
-"""Steps from a replay to the next rewind, too few for rounding to matter
-(docs/explanation/parity.md)."""
+"""Minimum and maximum number of steps from a replay to the next rewind, too few for rounding to
+matter (docs/explanation/parity.md)."""
 
 
 class Rewinds:
@@ -194,11 +194,11 @@ class Rewinds:
         self.from_step = first_replayed(parity_steps)
         """Training step before which the state is saved."""
         self.replays_ahead: list[bool] = []
-        """Whether each replay's optimizers were AHEAD."""
+        """Whether optimizers and schedules were moved AHEAD in each replay."""
         self._checkpoint: MemoryCheckpoint | None = None
         self._kept_at = 0
         self._at: int | None = None
-        """Number of the step before which to rewind next, if chosen."""
+        """Number of the step before which to rewind next; None if none is chosen."""
 
     @classmethod
     def of(cls, spec: TrialSpec, cycle: int) -> Rewinds | None:

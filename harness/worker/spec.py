@@ -61,13 +61,15 @@ class TrialSpec:
     turns: str | None = None
     """Socket that grants turns to an interleaved trial."""
     samples_per_control: int = 0
-    """Samples of a rank per control (harness/worker/control_process.py); 0: no control."""
+    """Number of samples that a rank trains per control (harness/worker/control_process.py). 0 means
+    no control."""
     timed_seconds: float = 0.0
-    """Minimum total seconds of timed steps, with a control."""
+    """Minimum total seconds of timed steps, if the trial has a control."""
     timed_steps: int | None = None
-    """Timed steps of an interleaved trial; None: the cell's."""
+    """Number of timed steps of an interleaved trial. None for the cell's number."""
     rewind_seed: int | None = None
-    """Seed of the rewind schedule (harness/worker/rewind.py); None: no rewinds."""
+    """Seed of the rewind schedule (harness/worker/rewind.py). None if the state is never
+    rewound."""
     checkpoint: Checkpointing | None = None
     node: int = 0
     node_name: str = ""
@@ -80,11 +82,11 @@ class TrialSpec:
     cores: tuple[tuple[int, ...], ...] = ()
     progress: str | None = None
     parent: int = 0
-    """Process that ranks must not outlive; 0 for an external launcher."""
+    """Process that ranks must not outlive; 0 if an external launcher starts them."""
 
     @property
     def ranks(self) -> range:
-        """Returns this node's ranks: equally many per node; servers are on the last."""
+        """Returns this node's ranks. Nodes have equally many; servers are on the last node."""
         per_node = self.processes // self.cell.nodes
         return range(
             self.node * per_node,

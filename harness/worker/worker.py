@@ -51,8 +51,9 @@ if TYPE_CHECKING:
 
 
 def nccl_variables(links: str, node_name: str) -> dict[str, str]:
-    """Returns NCCL's variables for emulated links, else none: only TCP between nodes; any means
-    within a node (NCCL_HOSTID)."""
+    """Returns NCCL's variables for emulated links; empty without them. They leave only TCP between
+    nodes, and any means within a node (NCCL_HOSTID). NCCL_P2P_DISABLE would also disable copies
+    within nodes."""
     if not links:
         return {}
     return {
@@ -97,7 +98,7 @@ _NO_MEMORY = (
     "failed to cuda host alloc",
 )
 PRELOAD = "PARALLELISM_BENCH_PRELOAD"
-"""Environment variable: more packages for the fork server."""
+"""Environment variable with further packages for the fork server."""
 
 
 def run_rank(spec: TrialSpec) -> None:
@@ -166,7 +167,7 @@ def failure(error: BaseException) -> FailureAnswer:
 
 
 def no_memory(text: str) -> str:
-    """Returns the first log line about a lack of memory, if any."""
+    """Returns the first log line about a lack of memory; empty if there is none."""
     return next(
         (line.strip() for line in text.splitlines() if any(m in line.lower() for m in _NO_MEMORY)),
         "",

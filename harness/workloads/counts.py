@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 Counted = TypeVar("Counted")
 
 MOST_WITH_MEMORY = 100_000_000
-"""Most parameters of a model counted with real tensors."""
+"""Maximum number of parameters of a model that is counted with real tensors."""
 APART_LIMIT_SECONDS = 600.0
-"""Limit for counting in a process of its own, which may import from a slow disk."""
+"""Time limit in seconds for counting in a separate process, which may import from a slow disk."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
     trainable: tuple[str, ...]
-    """Names of trained parameters; a tied one appears once."""
+    """Names of trained parameters. A tied parameter appears once."""
     parameters: int
     flops_per_sample: int
     """FLOPs of forward and backward; 0 if they were not counted."""
@@ -52,7 +52,8 @@ class ModelFacts:
     parameter_bytes: int = 0
     """Bytes of all parameters; 0 means fp32."""
     trained_bytes: int = 0
-    """Bytes of trainable parameters, equal to those of gradients or one moment; 0: fp32."""
+    """Bytes of trainable parameters, which are also those of gradients or of one moment. 0 means
+    that they are fp32."""
     buffer_bytes: int = 0
     """Bytes of buffers, and of quantised weights' scales."""
     scale_bytes: int = 0
@@ -168,10 +169,8 @@ def _count(workload: Workload, sequence_length: int | None) -> ModelFacts:
 def fake_or_real(
     workload: Workload, sequence_length: int | None, count: Callable[[], Counted]
 ) -> Counted:
-    """Calls `count` on fake tensors, or on real ones if a user's model cannot use fake ones.
-
-    Raises UsageError if that model is too large for real tensors, or fails on them as well.
-    """
+    """Calls `count` on fake tensors, or on real tensors if a user's model cannot use fake ones.
+    Raises UsageError if that model is too large for real tensors, or fails on them as well."""
     try:
         with without_memory():
             return count()
@@ -243,10 +242,8 @@ def model_flops(model: nn.Module, forward: Callable[[], Tensor]) -> int:
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Makes new tensors fake, to count a model without allocating it.
-
-    Experts use transformers' grouped product: torch's supports fake tensors only in bf16.
-    """
+    """Makes new tensors fake, to count a model without allocating it. Experts use transformers'
+    grouped product, because torch's product supports fake tensors only in bf16."""
     import torch
     import transformers
     from torch._library.custom_ops import OPDEFS
@@ -275,7 +272,8 @@ def without_memory() -> Iterator[None]:
 def _without_numbers_of_rows(
     ctx: BackwardCFunction, gradient: Tensor
 ) -> tuple[Tensor, Tensor, None]:
-    """Computes a grouped product's gradients without reading which rows each expert has."""
+    """Computes a grouped product's gradients. transformers' own backward would read how many rows
+    each expert has, which fake tensors cannot tell."""
     rows, matrices = tuple(ctx.saved_tensors)
     rows.T @ gradient  # for the count: each row contributes to one matrix's gradient
     return gradient @ matrices[0].T, matrices.new_zeros(matrices.shape), None

@@ -20,7 +20,7 @@ class Masks:
     """Keys of the current tokens, shared by a model's dropout layers."""
 
     keys: Tensor | None = None
-    """(samples, tokens), 32-bit integers."""
+    """Keys of the current tokens, shape (samples, tokens), as 32-bit integers."""
 
     def recomputing(self, forward: Callable[..., object]) -> Callable[..., object]:
         """Wraps a function so that it always runs with the current keys."""
@@ -73,10 +73,8 @@ def _hashed(numbers: Tensor) -> Tensor:
 def place_dropout(
     model: nn.Module, layers: Sequence[str], blocks: Sequence[nn.Module], share: float, masks: Masks
 ) -> None:
-    """Replaces the dropout layers at these paths, in place.
-
-    Blocks keep the masks for recomputation (see `recompute_blocks`).
-    """
+    """Replaces the dropout layers at these paths, in place. Blocks remember the masks, so that
+    recomputed blocks get the same ones (see `recompute_blocks`)."""
     for number, path in enumerate(layers):
         model.set_submodule(path, KeyedDropout(share, number, masks))
     for block in blocks:

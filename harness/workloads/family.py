@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 Kind = Literal[
     "causal", "masked", "seq2seq", "speech", "classification", "tokens", "image", "custom"
 ]
-"""Training objective: next or masked tokens, a decoder's next tokens after text or speech, a class
-per sample, token or image, or a custom loss."""
+"""Training objective. `causal`: next tokens. `masked`: masked tokens. `seq2seq` and `speech`: a
+decoder's next tokens, after text or speech. `classification`, `tokens` and `image`: a class per
+sample, token or image. `custom`: a user's own loss."""
 HAS_DECODER = ("seq2seq", "speech")
 ModelConfig: TypeAlias = dict[str, Any]
 """Keyword arguments of a transformers config class."""
@@ -37,11 +38,13 @@ class Split(ABC):
     by_row: tuple[str, ...] = ()
     """Paths of linear layers split by inputs, each followed by an all-reduce."""
     mixture: str = ""
-    """Path of a block's mixture of experts, with modules `gate` (router) and `experts`, if any."""
+    """Path of a block's mixture of experts, with modules `gate` (router) and `experts`; empty if
+    blocks have none."""
     sequence_parallel: bool = False
     """Whether `tensor_plan` can also split the sequence."""
     by_vocabulary: tuple[str, ...] = ()
-    """Paths of layers whose rows, one per vocabulary token, are split along with the sequence."""
+    """Paths of layers that are split along with the sequence, by rows: one row per vocabulary
+    token."""
     one_reduction_each: bool = True
     """Whether each split layer communicates by a single all-reduce."""
     exported: str = ""
@@ -182,7 +185,7 @@ class Family:
     split: Split | None = None
     dropouts: tuple[str, ...] = ()
     """Paths of dropout layers on hidden states; `*` stands for any block. Excludes dropout in fused
-    attention, which draws its own masks."""
+    attention, which draws masks of its own."""
     hidden_size_key: str = "hidden_size"
     batch_norm: bool = False
     image_size: Callable[[str], int] = lambda size: 0
@@ -190,8 +193,8 @@ class Family:
     sized: Callable[[int, int], ModelConfig] | None = None
     """Config entries of `HIDDENxBLOCKS`, if the family allows any depth."""
     without_zero_gradient: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
-    """(parameter name, tensor) -> the tensor without elements whose gradient is analytically
-    zero."""
+    """Function from (parameter name, tensor) to the tensor without elements whose gradient is
+    analytically zero. Their rounding errors are all that could be compared."""
 
     def size(self, name: str) -> ModelConfig | None:
         numbers = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name)

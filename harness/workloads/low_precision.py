@@ -1,8 +1,8 @@
 """Low-precision weights and arithmetic: half, float8, and quantised.
 
 `int8` and `nf4`: bitsandbytes' LLM.int8() (arXiv 2208.07339) and QLoRA's NF4 (arXiv 2305.14314).
-
-`float8`: torchao's recipe `rowwise`, a scale per row and column.
+`float8`: torchao's recipe `rowwise`, a scale per row and column. With one scale for all samples of
+a rank (`tensorwise`), training would depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from harness.cell.training import Retained
 
 _NF4_BLOCK = 64
-"""Weights per scale."""
+"""Number of weights that share a scale."""
 _NF4_VALUES = 16
-"""Values that a 4-bit weight can take."""
+"""Number of values that a 4-bit weight can take."""
 _OUTLIERS = 6.0
 """Features with larger inputs are multiplied in half precision (LLM.int8(), section 3.2)."""
 FIRST_CAPABILITY = (9, 0)
-"""Lowest CUDA capability with rowwise scales in torch's `_scaled_mm` (Hopper)."""
+"""Minimum CUDA capability for rowwise scales in torch's `_scaled_mm` (Hopper)."""
 
 
 @contextlib.contextmanager
@@ -189,7 +189,8 @@ def matrices(model: PreTrainedModel) -> list[tuple[str, nn.Linear | Conv1D]]:
 
 
 def features(matrix: nn.Linear | Conv1D) -> tuple[int, int]:
-    """Returns numbers of inputs and outputs; Conv1D stores them in the reverse order of Linear."""
+    """Returns the numbers of a layer's inputs and outputs. Conv1D stores them in the reverse order
+    of Linear."""
     from torch import nn
 
     rows, columns = matrix.weight.shape

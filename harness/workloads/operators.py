@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class OperatorObserver(TorchDispatchMode):
-    """Dispatch mode that calls `observe` after each operator, including C++'s.
+    """Dispatch mode that calls `observe` after each operator, including operators called from C++.
 
-    Skips operators on a DTensor: those on its local tensors follow.
+    Skips operators on a DTensor, because the operators on its local tensors follow.
     """
 
     def __init__(self) -> None:
@@ -90,11 +90,8 @@ def activation_bytes(
     sequence_parallel: bool = False,
 ) -> int:
     """Returns peak bytes of saved and temporary tensors in forward, loss and backward, without
-    parameters, buffers and parameter gradients.
-
-    `precision`: fp32 or autocast's. `tensor_ranks` split each layer of a block and, with
-    `sequence_parallel`, the sequence.
-    """
+    parameters, buffers and parameter gradients. `precision`: fp32, or the precision of autocast.
+    `tensor_ranks` split each layer of a block and, with `sequence_parallel`, the sequence."""
     size, split = (samples, sequence_length, recompute), (tensor_ranks, sequence_parallel)
     counted = _over_blocks(workload, lambda one: activation_bytes(one, *size, precision, *split))
     if counted is not None:

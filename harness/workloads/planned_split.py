@@ -20,7 +20,8 @@ HEADS = 2
 class PlannedSplit(Split):
     """Split of a model by transformers' pipeline and tensor plans for it.
 
-    Modules of other stages pass their input through.
+    A stage calls the model's own forward, which makes masks and positions. Modules of other stages
+    pass their input through.
     """
 
     exported = "its stages run the model's own forward with hooks, which a script cannot have"

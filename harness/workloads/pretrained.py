@@ -139,7 +139,7 @@ def from_config(
 
 
 def _unused(workload: Workload, model: PreTrainedModel) -> tuple[str, ...]:
-    """Returns names of parameters without gradients; empty if the loss depends on values."""
+    """Returns names of parameters that get no gradient; empty if the loss depends on values."""
     import torch
 
     try:

@@ -76,10 +76,8 @@ def checkpoint_arguments(recompute: str) -> dict[str, Any]:
 
 
 def _dot_products(operator: OpOverload, arguments: Sequence[Any]) -> bool:
-    """Returns whether a row is multiplied by a column.
-
-    DeepSpeed's gate divides these in place, which torch forbids for saved tensors.
-    """
+    """Returns whether a row is multiplied by a column. DeepSpeed's gate divides such products in
+    place, which torch forbids for saved tensors."""
     if operator._opname != "bmm":
         return False
     return bool(arguments[0].shape[-2] == 1 and arguments[1].shape[-1] == 1)

@@ -35,7 +35,7 @@ class TensorPlan:
     heads: tuple[str, ...] = ()
     """Norms within attention heads; each rank normalises its own heads."""
     missing: str = "transformers has no tensor-parallel plan for it"
-    """Why there is no plan; empty if there is one."""
+    """Why there is no plan; empty if there is a plan."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,15 @@ class Structure:
     """Why the model cannot be split into stages."""
     tensor: TensorPlan = field(default_factory=TensorPlan)
     positions: int = 0
-    """Longest sequence that learned positions allow, if fewer than the config says."""
+    """Maximum sequence length that learned positions allow, if less than the config says."""
     no_sequence: str = ""
     """Why ranks cannot share a sample's tokens."""
     batch_norm: bool = False
     zero_gradients: frozenset[str] = frozenset()
     """Names of parameters whose gradient is analytically zero."""
     window: int = 0
-    """Fewest tokens that a layer's attention is limited to; 0: no limit."""
+    """Minimum over layers of the number of tokens that attention is limited to. 0 means no
+    limit."""
 
 
 def read_structure(model: PreTrainedModel) -> Structure:
@@ -90,7 +91,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def tied_parameters(model: nn.Module) -> dict[str, str]:
-    """See `Structure.tied`."""
+    """Returns what `Structure.tied` describes."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -116,7 +117,7 @@ def block_lists(model: nn.Module) -> tuple[str, ...]:
 
 
 def attention_window(config: PretrainedConfig) -> int:
-    """See `Structure.window`."""
+    """Returns what `Structure.window` describes."""
     kinds = set(getattr(config, "layer_types", None) or ())
     sliding = getattr(config, "sliding_window", None) or 0
     chunk = getattr(config, "attention_chunk_size", None) or 0

@@ -39,12 +39,12 @@ DOCUMENTS = 4
 """Mean number of documents in a packed sample beyond those at its start and middle."""
 Column = list[Any]
 Rows = tuple[list[str], list[int] | None]
-"""Texts, and labels if needed."""
+"""Texts, and their labels; None if labels are not needed."""
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """A dataset prepared for a workload."""
+    """A dataset prepared for a workload. It is small, because every rank gets it."""
 
     kind: str
     name: str
@@ -71,11 +71,12 @@ class DataSource:
         return np.asarray(np.load(self.tokens_file, mmap_mode="r"))
 
     def batch(self, seed: int, step: int, global_batch: int, rows: slice) -> tuple[Array, Array]:
-        """Returns inputs and labels for these rows of the step's global batch.
+        """Returns inputs and labels for these rows of the step's global batch. Random numbers are
+        drawn for the whole batch, so that all ranks agree on it.
 
-        Text: ids (rows, tokens), and labels by kind: next ids, original ids of masked tokens, next
-        decoder ids (rows, tokens // 2), a class per token, or a class (rows,). Images: float32
-        (rows, 3, size, size), and classes (rows,).
+        Text has ids (rows, tokens), and labels by kind: next ids, original ids of masked tokens,
+        next decoder ids (rows, tokens // 2), a class per token, or a class (rows,). Images are
+        float32 (rows, 3, size, size), with classes (rows,).
         """
         rng = np.random.default_rng([seed, step])
         if self.kind == "image":
@@ -101,7 +102,8 @@ class DataSource:
         return inputs, labels[rows]
 
     def _masked(self, inputs: Array, scores: Array) -> tuple[Array, Array]:
-        """Masks and labels an equal number of tokens in each sample."""
+        """Masks the tokens with the lowest scores; only these have labels. All samples have equally
+        many, so that the mean over ranks is the mean over tokens."""
         count = max(1, round(MASKED * inputs.shape[1]))
         places = np.argsort(scores, axis=1)[:, :count]
         labels = np.full_like(inputs, NO_LABEL)
@@ -111,7 +113,7 @@ class DataSource:
         return masked, labels
 
     def weight(self, step: int, global_batch: int) -> float | None:
-        """Returns the total weight of a step's samples; None if all count equally."""
+        """Returns the total weight of a step's samples; None if all samples count equally."""
         return None
 
     def lengths(self, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:
@@ -126,8 +128,8 @@ class DataSource:
         return self._ordered(rng.integers(0, 2**32, (global_batch, self.sequence_length)))
 
     def positions(self, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:
-        """Returns each token's position in its document (samples, tokens), if samples are
-        packed."""
+        """Returns each token's position in its document, shape (samples, tokens); None if samples
+        are not packed."""
         rng, length = np.random.default_rng([seed, step, 3]), self.sequence_length
         begins = rng.random((global_batch, length)) < DOCUMENTS / length
         begins[:, [0, length // 2]] = True
@@ -487,14 +489,12 @@ def _by_label(name: str, rows: Rows, num_labels: int) -> Iterator[bytes]:
 
 
 MOST_BYTES = 4 * 2**30
-"""Largest size of all scaled images together."""
+"""Maximum size in bytes of all scaled images together."""
 
 
 def image_files(name: str, folder: Path, num_labels: int) -> list[list[Path]]:
-    """Returns each class's files, from the subfolder of its name.
-
-    Raises UsageError if one is empty, or for no or too many of them.
-    """
+    """Returns the files of each class, from the subfolder of its name. Raises UsageError if a
+    folder is empty, or if there are no or too many folders."""
     if not folder.is_dir():
         raise UsageError(f"data {name!r}: there is no folder {str(folder)!r}")
     classes = sorted(path for path in folder.iterdir() if path.is_dir())

@@ -87,7 +87,7 @@ class UserWorkload(Workload):
         return loss if label_tokens is None else loss / label_tokens
 
     def weight(self, samples: Sequence[int]) -> float | None:
-        """Returns the samples' total weight; None if all count equally."""
+        """Returns the samples' total weight; None if all samples count equally."""
         weigh = getattr(self.user, "weight", None)
         return None if weigh is None else float(weigh(self.rows(samples)[1]))
 

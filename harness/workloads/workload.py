@@ -64,7 +64,7 @@ AUTO: dict[Kind, str] = {
 class HasLogits(Protocol):
     logits: Tensor
     aux_loss: Tensor
-    """Balancing loss of a mixture of experts that was asked for it; others have none."""
+    """Balancing loss of the mixture of experts. Only models that were asked for it have one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class Workload:
     pretrained: str | None = None
     """Path or hub id of an `hf:` model."""
     image_size: int = 0
-    """Height and width in pixels; 0 for text."""
+    """Height and width of images in pixels; 0 for text."""
     unused: tuple[str, ...] = ()
     """Names of parameters that take no part in the loss, and are not trained."""
     built_frozen: bool = False
@@ -90,12 +90,13 @@ class Workload:
     vocabulary: int = 0
     """Tokens in the vocabulary; 0 for images."""
     max_tokens: int = 0
-    """Longest sequence; 0 means no limit."""
+    """Maximum sequence length in tokens; 0 means no limit."""
     cannot_train: str = ""
     """Why no strategy can train it."""
     blocks: int = 0
     heads: int = 0
-    """Heads that tensor parallelism divides: key-value heads if grouped."""
+    """Number of heads that tensor parallelism divides: the key and value heads in grouped-query
+    attention."""
     query_heads: int = 0
     head_width: int = 0
     """Elements per token in one head's query or key."""
@@ -107,12 +108,12 @@ class Workload:
     """Paths of the ModuleLists of blocks; empty if unknown."""
     tied: bool = False
     no_sequence: str = ""
-    """See Structure."""
+    """Why ranks cannot share a sample's tokens; empty if they can."""
     window: int = 0
-    """See Structure."""
+    """Number of tokens that attention is limited to; 0 means no limit. See `Structure.window`."""
     batch_norm: bool = False
     without_zero_gradient: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
-    """See Family."""
+    """See `Family.without_zero_gradient`."""
     requires: tuple[str, ...] = ()
     """Packages needed beyond transformers."""
 
@@ -153,7 +154,8 @@ class Workload:
         return int(self.config[self.family.hidden_size_key])
 
     def hf_config(self) -> PretrainedConfig:
-        """Returns a config without key-value cache and dropout."""
+        """Returns a config without key-value cache, and without dropout, whose random numbers would
+        depend on the layout."""
         import transformers
 
         if self.pretrained:
@@ -176,9 +178,9 @@ class Workload:
     ) -> nn.Module:
         """Returns the model in fp32 and training mode on `device` (default: the CPU).
 
-        `drawn_on`: device that draws the initial weights (default: `device`); a seed fixes them
-        only on one kind. An `hf:` model gets saved weights, if any, unless `saved_weights` is
-        false.
+        `drawn_on`: device that draws the initial weights (default: `device`); a seed gives the same
+        weights only on the same kind of device. An `hf:` model gets its saved weights if it has
+        any, unless `saved_weights` is false.
         """
         import torch
 
@@ -284,12 +286,12 @@ class Workload:
 
     @property
     def arithmetic(self) -> str | None:
-        """`bf16`, `fp16`, or None for the cell's precision."""
+        """Precision of the arithmetic, `bf16` or `fp16`; None for the cell's precision."""
         return None
 
     @property
     def in_fp32(self) -> str | None:
-        """Name of the same workload with fp32 weights; None if it has them."""
+        """Name of the same workload with fp32 weights; None if this one has them."""
         return None
 
     def check(self, cell: Cell, shards_parameters: bool) -> None:
@@ -329,7 +331,7 @@ class Workload:
         return None
 
     def tolerance(self, cell: Cell) -> Tolerance | None:
-        """Returns the tolerance that a correct training needs; None: EXACT."""
+        """Returns the tolerance that a correct training needs. None means EXACT."""
         if not self.experts:
             return None
         return NEARLY_EQUAL_SCORES if cell.precision == "fp32" else OTHER_EXPERTS
@@ -458,7 +460,7 @@ MEAN_WITHIN = 1e-3
 REPEATED_WITHIN = 1e-5
 """Relative difference allowed between two losses of the same batch."""
 MOST_TRIED = 100_000_000
-"""Most parameters of a model that is tried with real tensors before a run."""
+"""Maximum number of parameters of a model that is tried with real tensors before a run."""
 
 
 def losses_differ(a: Tensor | float, b: Tensor | float, within: float = MEAN_WITHIN) -> bool:
@@ -487,7 +489,8 @@ def require_steady(workload: Workload, sequence_length: int) -> None:
 
 
 def _losses(workload: Workload, sequence_length: int) -> tuple[float, float, float, float]:
-    """Returns loss of two samples: twice in train mode, in eval mode, and one by one (mean)."""
+    """Returns losses of two samples: twice in train mode, once in eval mode, and the mean of the
+    losses one by one."""
     import torch
 
     model = workload.build(0, saved_weights=False)

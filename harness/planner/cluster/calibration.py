@@ -155,7 +155,7 @@ class TimeConstants:
 
 @dataclass(frozen=True)
 class MemoryConstants:
-    """Constants of the allocator's memory."""
+    """Constants of the memory that the allocator takes from the device."""
 
     fragmentation: float = constant(
         Prior(1.15, spread=0.15, low=1.0, high=1.7, unit="1"),
@@ -254,7 +254,7 @@ class ClusterSpread:
     def upper(self, half_width: Floats, slow: Floats) -> Floats:
         """Returns the half-width above the predicted log step time, at least `half_width`. It is
         the 0.9-quantile of a mixture of full-speed runs and a share `slow` of slow runs (arrays of
-        one shape)."""
+        one shape), so that one run in ten lies above it."""
         tenth = np.minimum(slow, 0.0999)
         within = half_width / ndtri(0.9) * ndtri(0.9 / (1 - tenth))
         share = np.clip(0.1 / np.maximum(slow, 0.1), 0.001, 0.999)

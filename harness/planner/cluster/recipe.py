@@ -130,7 +130,7 @@ class Recipe:
     micro_batch: int = 1
     accumulation: int = 1
     synchronised: bool = False
-    """Whether every micro-batch reduces gradients to shards."""
+    """Whether every micro-batch reduces gradients, so that only shards of them accumulate."""
     tensor: int = 1
     expert: int = 1
     """GPUs that share a mixture's experts."""

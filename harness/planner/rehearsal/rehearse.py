@@ -52,7 +52,7 @@ class RehearsedJob(Job):
 
 
 class RelativeRegion(NamedTuple):
-    """A `StepRegion` with its block counted from the nearer end."""
+    """A `StepRegion` with its block counted from the nearer end, so that it exists at any depth."""
 
     step: int
     phase: Phase
@@ -72,7 +72,8 @@ class RankPeaks:
     kept: int
     largest_buffer: int = 0
     owns_some_parameters: bool = False
-    """Whether its optimizer holds only some of the trained parameters."""
+    """Whether its optimizer holds only some of the trained parameters, which depend on the number
+    of blocks."""
     depths: tuple[int, ...] = ()
     """Block counts of the shallow models that the peaks are extrapolated from; empty if nothing was
     extrapolated."""

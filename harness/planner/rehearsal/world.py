@@ -95,7 +95,8 @@ def values(job: Job) -> Iterator[Patch]:
 
 
 def swap_if_changed(parameter: Tensor, moved: Tensor) -> None:
-    """Swaps parameters only if device or dtype changes."""
+    """Swaps parameters only if device or dtype changes; torch would also swap equal fake
+    parameters."""
     none = SimpleNamespace(getweakrefs=lambda tensor: ())
     if (parameter.device, parameter.dtype) != (moved.device, moved.dtype):
         with put(torch.utils, "weakref", none):

@@ -34,10 +34,9 @@ class Gpt2Split(SplitByParts):
         return logits
 
     def prepare_tensor(self, model: nn.Module, size: int) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Replaces each Conv1D, whose weight is (inputs, outputs), with a Linear.
-
-        Reorders query, key and value rows to give a rank the same heads of all three.
-        """
+        """Replaces each Conv1D, whose weight is (inputs, outputs), with a Linear. Reorders fused
+        query, key and value rows, so that an even split gives a rank the same heads of all
+        three."""
         import torch
         from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
         from transformers.pytorch_utils import Conv1D

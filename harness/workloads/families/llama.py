@@ -81,7 +81,8 @@ def _size(
     vocabulary: int = 256,
     positions: int = 256,
 ) -> ModelConfig:
-    """`key_values`: number of key-value heads; 0 means as many as query heads."""
+    """Returns the config of a named size. `key_values`: number of key and value heads, fewer than
+    query heads in grouped-query attention; 0 means as many as query heads."""
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
