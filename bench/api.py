@@ -34,7 +34,7 @@ __all__ = ["RecordedRuns", "fits", "load", "plan", "run"]
 METHODS = ("full", "lora", "dora", "qlora", "qdora")
 TRIED_MATRIX = "full"
 MAX_PRICE = 1e9
-"""Highest price of a device-hour, in any currency."""
+"""Maximum price of a device-hour, in any currency."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RecordedRuns(Results):
     """Tables of one or more runs, and results computed from them."""
 
     baseline: Choice | None = None
-    """Selects the baseline; None: DDP, else the single process."""
+    """Selects the baseline cell. By default DDP, or the single process if a run has no DDP."""
 
     @functools.cached_property
     def cells(self) -> pd.DataFrame:
@@ -53,7 +53,7 @@ class RecordedRuns(Results):
 
     @functools.cached_property
     def answer(self) -> Answer | None:
-        """Advice from the newest run; None if there is nothing to choose."""
+        """Advice from the newest run. None if there is nothing to choose."""
         from reports.run_report import only, ran
 
         return ran(only(self, [self.runs["run_id"].iloc[-1]]), self.baseline).advised

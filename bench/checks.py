@@ -23,13 +23,14 @@ from harness.host.nvml import nvml
 GIB = 2**30
 MOST_SWAP_BYTES = 256 * 2**20
 BUSY_SHARE = 0.1
-"""Smallest reported load of other processes, as a share of all cores."""
+"""Load of other processes, as a share of all cores, from which it is reported."""
 LOOK_SECONDS = 0.5
 SHARED_MEMORY_BYTES = GIB
-"""Least size of /dev/shm: NCCL takes tens of MiB per pair of ranks."""
+"""Minimum size of /dev/shm. NCCL takes tens of MiB per pair of ranks, and containers get only 64
+MiB unless they ask for more."""
 LOCKED_BYTES = GIB
 HOT_CELSIUS = 83
-"""Lowest reported idle temperature; most GPUs throttle between 83 and 90 degrees."""
+"""Idle temperature from which it is reported. Typical GPUs throttle between 83 and 90 degrees."""
 
 
 @dataclass(frozen=True)
@@ -338,7 +339,8 @@ def shared_memory_trouble(folder: Path = Path("/dev/shm")) -> Trouble | None:
 
 
 def locked_memory_trouble(root: Path = Path("/"), limit: int | None = None) -> Trouble | None:
-    """Reports a limit of lockable memory (bytes, -1: none) too low for InfiniBand."""
+    """Reports a limit of lockable memory that is too low for InfiniBand. `limit`: bytes; -1 means
+    no limit."""
     import resource
 
     allowed = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit

@@ -156,7 +156,7 @@ def _begin(prepared: Prepared, say: Callable[[str], None]) -> Plan:
 def _launchers(
     options: CommandOptions, say: Callable[[str], None]
 ) -> Iterator[Callable[[Sequence[str]], LauncherProtocol]]:
-    """Yields the run's launcher factory; agents connect first, if any."""
+    """Yields the run's launcher factory. If the run has agents, they connect first."""
     from harness.launch.launcher import Launcher
     from harness.nodes.coordinator import Nodes, NodesLauncher
     from harness.nodes.rendezvous import parse_rendezvous
@@ -181,8 +181,8 @@ def _launchers(
 def conclude(
     store: Store, ended: Ended, baseline: Choice | None
 ) -> tuple[RunReport | None, Precision | None]:
-    """Records a run's conclusion; returns its report, None if nothing was recorded, and its
-    precision."""
+    """Records a run's conclusion. Returns its report, which is None if nothing was recorded, and
+    its precision."""
     plan = ended.plan
     store.gather(plan.run_id)
     loaded = store.load([plan.run_id], steps=False)

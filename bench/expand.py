@@ -1,4 +1,4 @@
-"""Expands a matrix to cells of a host, with reasons for those left out."""
+"""Expands a matrix to cells of a host, with reasons for the cells that are left out."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _COUNTED = (
 )
 """Axes whose value may be a name in the matrix's `numbers`."""
 MODEL = "model"
-"""Internal axis: the workload that replaces all others."""
+"""Internal axis: the workload that replaces every other workload."""
 
 
 @dataclass(frozen=True)
 class Expanded:
-    """Cells to run, and left-out cells with status and reason."""
+    """Cells to run, and cells that are left out, with status and reason."""
 
     cells: tuple[Cell, ...]
     left_out: tuple[LeftOut, ...]
@@ -99,7 +99,7 @@ def expand(
 
 
 def cells_of(matrix: str, settings: Sequence[str]) -> list[Cell]:
-    """Returns a matrix's cells with these settings, even unrunnable ones."""
+    """Returns a matrix's cells with these settings, including cells that cannot run here."""
     expanded = expand(
         read_matrix(matrix), Host.here(), name=matrix, changes=parse_changes(settings)
     )
@@ -215,7 +215,8 @@ def _cell(axes: Axes, sizes: Sizes, rule: Rule, host: Host, where: str) -> Cell:
 
 
 def _fewest(cell: Cell, tokens: int) -> int:
-    """Returns the fewest with at most this many tokens per data-parallel rank."""
+    """Returns the minimum number of micro-batches with at most this many tokens per data-parallel
+    rank."""
     try:
         samples = max(1, cell.global_batch // make_strategy(cell).layout(cell.devices).data)
     except Refused:

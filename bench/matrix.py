@@ -3,7 +3,7 @@
     description: one sentence
     trials: 10                     # trials of each cell; default 10
     timed_seconds: 2               # on CPUs: seconds of timed steps in a trial, interleaved with a
-                                   # control; default 2, 0: no control
+                                   # control; default 2; 0 for no control
     time_budget_minutes: 30        # no trial starts after that, except those missing from the first
                                    # two rounds; default: the planned time plus a quarter
     workloads: {main: llama-mini}  # names that cells may use as their workload: main, main+lora
@@ -25,11 +25,11 @@
 
 Words that stand for a number:
 
-- `devices: many`: 2 on a CPU; on GPUs all, at most 8, as a power of two; per node of the cell
+- `devices: many`: 2 on a CPU; on GPUs all of them, at most 8, as a power of two, per node
 - `nodes: many`: all nodes of the run; at least 2 for cells with `links`, whose nodes are emulated
 - `micro_batches: many`: 4 on a CPU; on GPUs two per device, at least 4, to keep a pipeline busy
-- `micro_batches: fit`: 1; if the host's rule has `micro_batch_tokens`, the fewest with at most that
-  many tokens at a time per data-parallel rank
+- `micro_batches: fit`: 1; if the host's rule has `micro_batch_tokens`, the minimum with
+  at most that many tokens at a time per data-parallel rank
 
 `parity` adds an fp32 twin to each cell that names no precision. It runs once, under the tightest
 tolerance, since bf16's rounding would hide small mistakes. Its workloads, numbers and defaults
@@ -57,9 +57,11 @@ from harness.workloads.counts import model_facts
 
 HOME = Path(__file__).parent / "matrices"
 DEFAULT_TRIALS = 10
-"""Resolves differences of 3% if trials spread by 1.1% (tests/unit/test_stats.py)."""
+"""Number of trials of a cell. Ten resolve differences of 3% if trials spread by 1.1%
+(tests/unit/test_stats.py)."""
 DEFAULT_TIMED_SECONDS = 2.0
-"""Long enough to average over short slow spells; about as long as starting a trial."""
+"""Timed seconds of a trial: long enough to average over short slow spells, and about as long as
+starting a trial."""
 _NO_AXES = ("global_batch", *FILLED_IN)
 """Cell fields that a matrix cannot set."""
 AXES = (*(name for name in Cell.model_fields if name not in _NO_AXES), "batch")
@@ -117,7 +119,7 @@ class Matrix(Sizes):
     timed_seconds: float = Field(default=DEFAULT_TIMED_SECONDS, ge=0)
     time_budget_minutes: float | None = Field(default=None, gt=0)
     only_what_fits: bool = False
-    """Whether to leave out cells whose formulas exceed a device's memory."""
+    """Whether to leave out cells that by formula exceed a device's memory."""
     hosts: list[Rule] = Field(default_factory=list)
     cells: list[Axes] = Field(min_length=1)
 
@@ -151,7 +153,7 @@ _UNITS = {
 
 
 def parse_bytes(text: str | int) -> int:
-    """Parses `60GiB`, `500MB` or a number; else raises UsageError."""
+    """Parses `60GiB`, `500MB` or a number. Raises UsageError for anything else."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgtKMGT]?i?[bB])?\s*", str(text))
     with contextlib.suppress(ValueError, KeyError, OverflowError):  # 1.2.3GiB, 1iB
         if match:
@@ -246,7 +248,7 @@ class Host:
     elsewhere: bool = False
     """Whether this is another host, so local installations do not count."""
     cores: int | None = None
-    """Usable CPU cores per node, or None if unknown."""
+    """Usable CPU cores per node; None if unknown."""
 
     @property
     def many(self) -> int:

@@ -52,7 +52,8 @@ def kept_or_new_plan(store: Store, options: CommandOptions) -> tuple[Plan, bool]
 
 
 def _continued(store: Store, options: CommandOptions, run_id: str) -> Plan:
-    """Returns a begun run's plan; raises UsageError if the options ask for another one."""
+    """Returns the plan of a run that has begun. Raises UsageError if the options ask for another
+    plan."""
     row = store.run_row(run_id)
     plan = Plan.from_row(row)
     if plan.search is not None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LIMIT_SECONDS = 120.0
 """Limit of a probe, which may import every library from a slow disk."""
 PRODUCT_ERROR = 1e-5
-"""Largest relative error of an fp32 product; TF32's is about 3e-4."""
+"""Maximum relative error of an fp32 product; TF32's is about 3e-4."""
 FLOAT8_ERROR = 0.1
 FLOAT8_LARGEST = 448.0
 

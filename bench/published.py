@@ -60,7 +60,7 @@ class PublishedRow(BaseModel):
     memory: float | None = None
     memory_unit: Literal["GiB", "GB"] = "GB"
     differs: tuple[str, ...] = ()
-    """Differences in addition to the source's."""
+    """Differences between the cell and the measurement, in addition to the source's."""
 
     @property
     def memory_bytes(self) -> float | None:
@@ -109,7 +109,7 @@ def published_rows(file: Path = FILE) -> PublishedRows:
 
 @dataclass(frozen=True)
 class Figures:
-    """Tokens/s per device, and peak bytes of the fullest; None: unknown."""
+    """Tokens/s per device, and peak bytes of the fullest device. Unknown figures are None."""
 
     tokens_per_second: float | None
     low: float | None = None
@@ -122,7 +122,7 @@ def published_figures(row: PublishedRow) -> Figures:
 
 
 def predicted_figures(row: PublishedRow) -> Figures | None:
-    """Returns the prediction with its 80% interval; None for model variants."""
+    """Returns the prediction with its 80% interval. None for variants of a model."""
     import numpy as np
 
     from harness.planner.cluster.calibration import load
@@ -178,7 +178,7 @@ def differences(source: Source, row: PublishedRow) -> list[str]:
 
 
 def require_hardware(row: PublishedRow, names: Sequence[str]) -> None:
-    """Raises UsageError without enough of these GPUs. `names`: from NVML."""
+    """Raises UsageError if there are not enough of these GPUs. `names`: from NVML."""
     from harness.host.gpu_models import gpu_model
 
     models = [gpu_model(name) for name in names]

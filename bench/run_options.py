@@ -313,7 +313,7 @@ def _default(name: str) -> object:
 
 
 def command_line(**given: object) -> list[str]:
-    """Returns options of `bench run` as words; leaves out those that are not set."""
+    """Returns options of `bench run` as arguments; leaves out options that are not set."""
     hints = _hints()
     words: list[str] = []
     for name, value in given.items():

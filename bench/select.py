@@ -27,7 +27,7 @@ __all__ = ["find_run"]
 REFERENCES = "reference"
 """Subfolder of named baselines."""
 MOST_NAMED = 12
-"""Most cells that a message lists."""
+"""Maximum number of cells that a message lists."""
 
 
 class Recorded(Protocol):
@@ -49,7 +49,8 @@ class RecordedCell:
 
 
 def find_runs(store: Store, names: Sequence[str], every: bool = False) -> list[str]:
-    """Returns matching runs' ids, oldest first; default: the newest. Raises UsageError."""
+    """Returns the ids of matching runs, oldest first; by default the newest run. Raises
+    UsageError."""
     if every and names:
         raise UsageError(
             "--all means every run of the folder: leave out either --all or the names of runs"
@@ -92,8 +93,8 @@ def matching(recorded: Iterable[AnyRecorded], pattern: str) -> list[AnyRecorded]
 
 
 def baseline_choice(pattern: str, cells: Iterable[Cell]) -> Choice | None:
-    """Returns a test for the baseline's cells; None without a pattern. Raises UsageError if no cell
-    matches."""
+    """Returns a test for the baseline's cells; None if there is no pattern. Raises UsageError if no
+    cell matches."""
     if not pattern:
         return None
     if not any(matches(cell, pattern) for cell in cells):
@@ -142,8 +143,8 @@ def find_recorded_cell(store: Store, word: str, run_id: str | None) -> tuple[Res
 
 
 def keep(cells: Sequence[Cell], only: Sequence[str], skip: Sequence[str]) -> list[Cell]:
-    """Returns cells that match `only` (if any) and not `skip`. Raises UsageError if a pattern
-    matches nothing, or no cell remains."""
+    """Returns cells that match `only`, if it is given, and not `skip`. Raises UsageError if a
+    pattern matches nothing, or no cell remains."""
     for option, patterns in (("--only", only), ("--skip", skip)):
         for pattern in patterns:
             if not any(matches(cell, pattern) for cell in cells):
@@ -180,10 +181,8 @@ def require_unchanged(recorded: Cell, settings: Sequence[str]) -> None:
 def find_cells(
     cells: Sequence[Cell], word: str, matrix: str, store: Store, settings: Sequence[str] = ()
 ) -> list[Cell]:
-    """Returns the matrix's matching cells with `settings`, else the recorded one.
-
-    Raises UsageError, also if settings do not apply.
-    """
+    """Returns the matrix's matching cells with `settings`; if there are none, the recorded cell.
+    Raises UsageError, also if settings do not apply."""
     if meant := [cell for cell in cells if matches(cell, word)]:
         return meant
     if recorded := planned_cell(store, word):
@@ -204,7 +203,8 @@ def plainest(cells: Sequence[Cell]) -> Cell:
 
 
 def split_options(word: str) -> tuple[str, str | None]:
-    """Splits `ddp:a=1` or `FILE.py:CLASS:a=1` before its options, if any."""
+    """Splits `ddp:a=1` or `FILE.py:CLASS:a=1` before its options. The options are empty if there
+    are none."""
     from harness.seam.registry import strategies
 
     name, colon, rest = word.partition(":")

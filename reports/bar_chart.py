@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 MOST_ROWS = 60
 LABEL = 52
-"""Characters that fit a chart's width."""
+"""Number of characters that fit a chart's width."""
 _LINE = 34
 _MIDDLE = 0.2
 _HALF = 0.15
@@ -209,7 +209,7 @@ def _decades(low: float, high: float) -> tuple[Sequence[float], Sequence[str]]:
 
 
 def around(values: Sequence[float]) -> tuple[float, float]:
-    """Returns limits with a margin; for equal values, 10% around them."""
+    """Returns limits with a margin. Equal values get 10% on either side."""
     low, high = min(values), max(values)
     margin = (high - low) * 0.1 or high * 0.1 or 1.0
     return low - margin, high + margin

@@ -41,7 +41,7 @@ def figure(
     unit: str = "",
     tip: str = "",
 ) -> AnyColumn:
-    """Returns a number's column; see `read`."""
+    """Returns a column of numbers at an attribute path; see `read`."""
     field = path.rpartition(".")[2]
 
     def make(row: object) -> ui.Td:
@@ -114,7 +114,7 @@ def with_interval(field: str) -> Callable[[CellResult], ui.Td]:
 
 
 def baseline_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
-    """Returns a column of throughput relative to the baseline, if any cell has it."""
+    """Returns a column of throughput relative to the baseline; none if no cell has a baseline."""
     labels = {cell.cell.label for cell in cells if cell.relative.baseline == cell.cell_id}
     if not labels:
         return []

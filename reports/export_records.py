@@ -80,7 +80,7 @@ def records(report: RunReport) -> list[dict[str, Any]]:
 
 
 def record_of(cell: CellResult) -> dict[str, Any]:
-    """Returns a cell's JSON record; its place is null if not ranked."""
+    """Returns a cell's JSON record, in which the rank `place` is null if the cell is not ranked."""
     fields = cell.columns() | {
         "disturbed_trials": cell.disturbance.trials,
         "samples_per_second_by_trial": cell.speed.by_round,

@@ -71,7 +71,7 @@ class Group(Generic[AnyCell]):
 
     @property
     def real(self) -> bool:
-        """Whether any cell has a core or GPU per rank."""
+        """Whether at least one cell has a core or GPU per rank."""
         return not all(cell.placement.oversubscribed for cell in self.rows)
 
     @property

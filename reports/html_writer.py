@@ -17,13 +17,14 @@ from reports.blocks import BREAK, spans
 
 HERE = Path(__file__).parent
 FEW = 3
-"""Fewest charts that flow in columns instead of a row."""
+"""Number of charts from which they flow in columns instead of a row."""
 TAGS = {"strong": "b", "em": "i", "code": "code", "small": "small"}
 
 
 @dataclass(frozen=True)
 class PageSection:
-    """`short`: title in the navigation. `summary`: line shown while collapsed; empty: open."""
+    """`short`: title in the navigation. `summary`: line shown while the section is collapsed; if
+    empty, it starts open."""
 
     name: str
     title: str

@@ -34,7 +34,7 @@ class Line:
     lows: tuple[float | None, ...]
     highs: tuple[float | None, ...]
     marked: bool = False
-    """Whether it has a stand-in or more ranks than cores."""
+    """Whether the value comes from a stand-in or from more ranks than cores."""
 
     @property
     def summary(self) -> str:

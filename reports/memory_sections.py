@@ -137,7 +137,8 @@ STATES: Numbers[RunReport] = Numbers(
 
 
 def _buffers(cell: CellResult) -> tuple[tuple[str, str], ...]:
-    """Returns names and sizes of a library's buffers, largest first, small ones as one."""
+    """Returns names and sizes of a library's buffers, largest first, with all small buffers as
+    one."""
     try:
         sizes = json.loads(cell.states.library_buffers or "{}")
     except ValueError:

@@ -1,4 +1,4 @@
-"""Names of cells and settings, with marks and cautions for unusual ones."""
+"""Names of cells and settings, with marks and cautions for unusual cells."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def unit(throughput: str) -> str:
 
 
 def chart_name(cell: CellResult, workload: str) -> str:
-    """Returns `label x2 bf16`, plus the workload if not `workload`."""
+    """Returns `label x2 bf16`, plus the cell's workload unless it is `workload`."""
     other = "" if cell.cell.workload_name == workload else f" {cell.cell.workload_name}"
     return f"{named(cell)} x{cell.cell.devices} {cell.cell.precision}{other}"
 

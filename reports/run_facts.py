@@ -278,7 +278,8 @@ def _model(row: MaxsizeResult, cell: Cell | None) -> LargestModel:
 
 
 def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
-    """Returns `Measured order, as theory predicts: a 10.0M < b 20.0M`, if any."""
+    """Returns `Measured order, as theory predicts: a 10.0M < b 20.0M`; empty if fewer than two
+    sizes are known."""
     by_label = {row.label: row for row in rows if row.parameters}
     present = [by_label[label] for label in chain if label in by_label]
     if len(present) < 2:

@@ -98,8 +98,8 @@ class RunReport:
     def from_to(
         self, value: Callable[[CellResult], float | None], unit: str, scale: float = 1.0
     ) -> str:
-        """Returns the smallest and the largest value with their cells, of the leading group if it
-        has some, else of the run."""
+        """Returns the smallest and the largest value with their cells: of the leading group if it
+        has such values, else of the run."""
         for cells in (self.leading.rows if self.leading else (), self.cells):
             measured = [(x * scale, cell) for cell in cells if (x := value(cell)) is not None]
             if measured:

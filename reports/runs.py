@@ -35,7 +35,7 @@ _SIDES = "A is the other run, B the newest."
 MOST_CHARTS = 60
 MOST_CHANGES = 5
 MOST_COLUMNS = 6
-"""Runs next to the newest; older ones are in the history."""
+"""Maximum number of runs next to the newest. Older runs are in the history."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Runs:
 
     @property
     def least(self) -> int:
-        """Fewest runs of a cell that can show a change."""
+        """Minimum number of runs of a cell that can show a change."""
         return 2 * MIN_RUNS
 
     @functools.cached_property

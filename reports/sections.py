@@ -157,10 +157,8 @@ def written_text(
 def _with_data(
     report: Report, sections: Sequence[Section[Report]], requested: Sequence[str], medium: ui.Medium
 ) -> tuple[list[Filled[Report]], list[str]]:
-    """Returns sections with blocks, and names of empty ones.
-
-    Raises UsageError for an unknown section, or if all are empty.
-    """
+    """Returns sections that have blocks, and names of empty sections. Raises UsageError for an
+    unknown section, or if all sections are empty."""
     _require_known(requested, [section.name for section in sections])
     chosen = [section for section in sections if not requested or section.name in requested]
     filled = _filled(report, chosen, medium)

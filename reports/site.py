@@ -40,7 +40,7 @@ class Entry:
     link: str
     """Its report, relative to the index; empty without one."""
     before: str
-    """Earlier run; empty if none of the matrix shares a cell."""
+    """Name of the earlier run; empty if no run of the matrix shares a cell."""
     change: RunComparison | None
     """Comparison with the earlier run."""
 

@@ -251,7 +251,8 @@ def scaling(cells: Sequence[CellResult], regime: str) -> list[Scaling]:
 
 
 def _curves(cells: Sequence[CellResult], regime: str) -> list[Curve]:
-    """Joins cells with equally many micro-batches, and remaining ones with equally large ones."""
+    """Joins cells with equally many micro-batches, and of the remaining cells those with equally
+    large micro-batches."""
     as_many: dict[tuple[object, ...], dict[int, CellResult]] = {}
     as_large: dict[tuple[object, ...], dict[int, CellResult]] = {}
     # If cells have the same number of devices, the one on the fewest nodes is drawn.

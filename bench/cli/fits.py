@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from harness.planner.fits import FitAnswer, FitQuestion
 
 USUAL = Path(__file__).parents[1] / "fits.yaml"
-"""Matrix and cell for each way of sharding states."""
+"""File with the matrix and the cell for each way of sharding states."""
 GIB = 2**30
 ADAPTED_CELLS = {
     "lora": ("+bf16+lora", "fp32"),

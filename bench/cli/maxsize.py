@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HOME = Path(__file__).parents[1]
 CELLS = {"model": HOME / "maxsize.yaml", "sequence": HOME / "context.yaml"}
 BUDGETS = {"model": "1GiB", "sequence": "256MiB"}
-"""Less for sequences, whose step time grows with length squared."""
+"""Default memory budgets. Sequences get less, because their step time grows with length squared."""
 LONG_TOKENS = 4096
 """Length whose activations about fill the budget at the default hidden size."""
 

@@ -38,8 +38,8 @@ class RunProgress(ProgressListener):
         cells: Sequence[Cell],
         is_share: bool = False,
     ) -> None:
-        """`cells`: cell of each open trial. `is_share`: whether others run the rest of the plan; a
-        share runs all its trials and never races."""
+        """`cells`: cell of each open trial. `is_share`: whether other processes run the rest of the
+        plan. A share runs all its trials and never races."""
         self.out, self.seconds, self.total, self.done = out, seconds, len(cells), 0
         self.expected_left = sum(seconds[cell.id] for cell in cells)
         self.expected_done = self.launches_took = AS_EXPECTED * self.expected_left

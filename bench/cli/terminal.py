@@ -99,7 +99,8 @@ def _markup(words: ui.Words) -> str:
 
 
 def say_unused_gpus(out: Console) -> str | None:
-    """Prints and returns why GPUs are unused; on stderr unless `out` is a terminal."""
+    """Prints and returns why GPUs are unused. Uses stderr unless `out` is a terminal, so that pipes
+    and files do not get it."""
     from harness.host.environment import unused_gpus
 
     reason = unused_gpus()
@@ -140,7 +141,7 @@ def stop_signals() -> Iterator[None]:
 
 
 def ranking(out: Console, cells: Sequence[CellResult]) -> None:
-    """Prints ranked cells per workload, then the others with reasons."""
+    """Prints ranked cells per workload, then all other cells with reasons."""
     from harness.analysis.cell_result import CAUSES
     from harness.analysis.setting import grouped, systems
 

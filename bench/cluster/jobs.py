@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 class ClusterJob:
     matrix: str
     run_id: str
-    """Run id; empty: the job chooses it."""
+    """Id of the run. If empty, the job chooses it."""
     results: Path
     options: tuple[str, ...] = ()
     tasks: int = 0
-    """Array tasks that share the cells; 0: no array."""
+    """Number of array tasks that share the cells. 0 means that the job is no array."""
     nightly: bool = False
     target: str = "slurm"
 
@@ -159,7 +159,8 @@ class JobState:
 
 
 def states(job_id: str) -> list[JobState]:
-    """Returns states of a job and its tasks; empty minutes after its end."""
+    """Returns the states of a job and its tasks. SLURM forgets them minutes after the job's end;
+    they are then empty."""
     if shutil.which("scontrol") is None:
         return []
     done = _run("scontrol", "-o", "show", "job", job_id)
@@ -249,10 +250,8 @@ def start_command(target: Target, file: str) -> str:
 
 
 def _command(site: Site, job: ClusterJob, host: str, number: str, listen: str = "") -> str:
-    """Returns a node's shell command.
-
-    `listen`: address for node 0's listener; if empty, all addresses of the node.
-    """
+    """Returns a node's shell command. `listen`: address on which node 0 listens; if empty, all its
+    addresses."""
     python, port = site.python, site.pods.port
     wait = ["--timeout", str(site.pods.wait_seconds)]
     wait += ["--interface", site.interface] if site.interface else []

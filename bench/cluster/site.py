@@ -39,11 +39,13 @@ class Nightly(BaseModel):
     baseline: str = ""
     """Run, folder, or NAME of results/reference/NAME to also compare every night with."""
     again: str = ""
-    """Next start, for sbatch's --begin (`tomorrow`, `02:00`); empty: no resubmission."""
+    """Time of the next start, for sbatch's --begin (`tomorrow`, `02:00`). If empty, the job is not
+    submitted again."""
     publish: str = ""
-    """Folder of a web server's pages; empty: reports/html."""
+    """Folder of a web server's pages. If empty, reports/html."""
     textfile: str = ""
-    """Folder of the Prometheus node exporter's textfile collector; empty: none."""
+    """Folder of the Prometheus node exporter's textfile collector. If empty, no metrics are
+    written."""
     notify: Notify = Field(default_factory=Notify)
 
 
@@ -73,7 +75,7 @@ class Pods(BaseModel):
 
 
 class Site(BaseModel):
-    """Settings of one cluster; defaults are SLURM's. `pods`: for other targets."""
+    """Settings of one cluster. The defaults are SLURM's; `pods` has settings for other targets."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
 
@@ -86,17 +88,18 @@ class Site(BaseModel):
     """Time limit in SLURM's format: `04:00:00`, `1-12`."""
     nodes: int = Field(default=1, ge=1)
     gpus_per_node: int = Field(default=0, ge=0)
-    """GPUs per node; 0: none, and cells run on the CPU if SLURM confines devices."""
+    """Number of GPUs per node. With 0, the job requests none, and cells run on the CPU if SLURM
+    confines devices."""
     gpu_directive: str = "--gpus-per-node={gpus}"
     """Directive that requests GPUs; some sites want `--gres=gpu:a100:{gpus}`."""
     cpus_per_node: int = Field(default=0, ge=0)
-    """CPU cores per node; 0: all with `exclusive`, else SLURM's default."""
+    """Number of CPU cores per node. With 0, all cores if `exclusive`, otherwise SLURM's default."""
     memory: str = ""
     """Memory per node for SLURM: `64G`; `0` is all of it."""
     exclusive: bool = True
-    """Whether to keep other jobs off the nodes."""
+    """Whether to keep other jobs off the nodes, since they would skew results."""
     switches: str = ""
-    """Most leaf switches between nodes, and how long to wait for them: `1@30:00`."""
+    """Maximum number of leaf switches between nodes, and how long to wait for them: `1@30:00`."""
     directives: list[str] = Field(default_factory=list)
     """Further #SBATCH lines, verbatim."""
     modules: list[str] = Field(default_factory=list)
@@ -110,12 +113,13 @@ class Site(BaseModel):
     srun: list[str] = Field(default_factory=list)
     """Further options of srun for the agents: `--mpi=none`."""
     interface: str = ""
-    """Network interface that reaches all nodes, such as `ib0`; empty: the route to the first
-    node."""
+    """Network interface that reaches all nodes, such as `ib0`. If empty, that of the route to the
+    first node."""
     warn_seconds: int = Field(default=120, ge=1)
     """Seconds before the time limit at which a job requeues itself."""
     requeues: int = Field(default=20, ge=0)
-    """Most requeues, or a trial longer than the limit would requeue forever."""
+    """Maximum number of requeues. Without it, a trial longer than the limit would requeue
+    forever."""
     nightly: Nightly = Field(default_factory=Nightly)
     pods: Pods = Field(default_factory=Pods)
     """Settings for Kubernetes, TrainJob and SkyPilot."""
@@ -132,7 +136,7 @@ class Site(BaseModel):
         return directive
 
     def without_gpus(self) -> str:
-        """Returns a warning if a job requests no GPUs; else empty."""
+        """Returns a warning if a job requests no GPUs; empty if it requests some."""
         if self.gpus_per_node or any("gpu" in line for line in self.directives):
             return ""
         return (
@@ -161,9 +165,7 @@ class Site(BaseModel):
 
 def read_site(file: Path | None, **given: object) -> Site:
     """Reads `file`, else the environment variable's file, else slurm/site.yaml, else defaults.
-
-    `given` overrides settings. Raises UsageError with file and key.
-    """
+    `given` overrides settings. Raises UsageError with the file and the key."""
     named = file or (Path(path) if (path := os.environ.get(VARIABLE)) else None)
     if named and not named.is_file():
         raise UsageError(f"there is no site file {str(named)!r}; see slurm/sites for examples")
