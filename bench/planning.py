@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 
 from bench.expand import expand
 from bench.matrix import Matrix, axes_of, host_of, matrix_of, read_matrix
@@ -12,7 +11,7 @@ from bench.run_options import CommandOptions
 from bench.select import baseline_choice, find_run
 from harness.cell.cell import Cell
 from harness.cell.errors import UsageError
-from harness.record.plan import Plan, resumable
+from harness.record.plan import Plan, matrix_name, resumable
 from harness.record.store import Store, require_plain_name
 from harness.run.allocation import launches_per_round, not_compared
 
@@ -62,7 +61,7 @@ def _continued(store: Store, options: CommandOptions, run_id: str) -> Plan:
             " maxsize --resume, or choose another name with --run"
         )
     requested = FROM_PYTHON if options.cells else options.matrix
-    if requested and _file_name(requested) != _file_name(plan.matrix):
+    if requested and matrix_name(requested) != matrix_name(plan.matrix):
         raise UsageError(
             f"run {run_id!r} is of matrix {plan.matrix!r}, not {requested!r}: give the same matrix"
             " to continue it, or choose another name with --run"
@@ -81,11 +80,6 @@ def _continued(store: Store, options: CommandOptions, run_id: str) -> Plan:
             " options it began with or leave them out, or choose another name with --run"
         )
     return plan
-
-
-def _file_name(matrix: str) -> str:
-    """Returns a matrix's name without folder and suffix: jobs give its absolute path."""
-    return Path(matrix).name.removesuffix(".yaml")
 
 
 def _same_plan_inputs(row: Mapping[str, object], options: CommandOptions) -> bool:

@@ -366,12 +366,10 @@ def _side(cell: MeasuredCell | None) -> ui.Td:
     return ui.Td([number(cell.speed if cell else None), small(trials)])
 
 
-def disturbed(compared: RunComparison, *, changed: bool = False) -> list[tuple[str, str]]:
-    """Returns disturbed cells and causes; `changed`: only those with a difference."""
+def disturbed(compared: RunComparison) -> list[tuple[str, str]]:
+    """Returns cells with disturbed trials, and what disturbed them."""
     return [
-        (line.cell_name, "; ".join(line.disturbed))
-        for line in compared.lines
-        if line.disturbed and not (changed and line.verdict == "no difference seen")
+        (line.cell_name, "; ".join(line.disturbed)) for line in compared.lines if line.disturbed
     ]
 
 
@@ -574,14 +572,14 @@ def told(compared: RunComparison) -> ui.Blocks:
     if compared.differences:
         names = data(", ".join(compared.differences))
         blocks.append(ui.Paragraph(["different software: ", names], "caution"))
-    blocks += _line_blocks(compared, compared.lines)
-    changed = disturbed(compared, changed=True)
-    for name, cause in changed:
-        blocks.append(ui.Paragraph(["disturbed ", data(name), f": {cause}"], "caution"))
-    if others := len(disturbed(compared)) - len(changed):
-        cells = plural(others, "other cell" if changed else "cell")
-        words = f"disturbed trials of {cells} without a difference; the page lists them"
-        blocks.append(ui.Paragraph(words, "caution"))
+    blocks += _line_blocks(compared, [line for line in compared.lines if line.kind != "added"])
+    if added := sum(line.kind == "added" for line in compared.lines):
+        blocks.append(ui.Paragraph(f"added: {plural(added, 'cell')} of B, not in A"))
+    if cells := disturbed(compared):
+        of_regressions = sum(bool(line.disturbed) for line in compared.regressions)
+        text = f"disturbed: trials of {plural(len(cells), 'cell')}"
+        text += f", {of_regressions} of them regressions" if of_regressions else ""
+        blocks.append(ui.Paragraph(f"{text}; the page lists them", "caution"))
     method = ui.Facts(list(compared.method.items()))
     return [*blocks, method, ui.Paragraph(strong(compared.headline))]
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from harness.analysis.cell_result import CellResult
 from harness.analysis.summary import in_recorded_order
 from harness.cell.cell import Cell
-from harness.cell.errors import UsageError
+from harness.cell.errors import UsageError, plural
+from harness.record.plan import matrix_name
 from harness.record.run_record import RunRecord
 from harness.record.store import Results, Store
 from harness.record.trial import TrialRecord
@@ -217,7 +218,8 @@ def _software(run: RunRecord) -> dict[str, str]:
 
 
 def find_run(store: Store, word: str) -> str:
-    """Returns a run's id, given an id, unique prefix, `latest` or `latest~N`; raises UsageError."""
+    """Returns a run's id, given an id, unique prefix, `latest`, or `latest~N`, the N-th run before
+    the latest one of its matrix. Raises UsageError."""
     run_ids = store.run_ids()
     if not run_ids:
         store.load()  # raises NoRuns
@@ -238,15 +240,17 @@ def find_run(store: Store, word: str) -> str:
 
 def _latest(store: Store, word: str) -> str:
     back = word.removeprefix("latest").removeprefix("~") or "0"
-    passed = 0
+    passed, matrix = 0, ""
     for row in store.newest_rows():
-        if "search" not in json.loads(row["plan"]):
-            if back == str(passed):
-                return str(row["run_id"])
-            passed += 1
+        name = matrix_name(row["matrix"])
+        if "search" in json.loads(row["plan"]) or (passed and name != matrix):
+            continue
+        if back == str(passed):
+            return str(row["run_id"])
+        passed, matrix = passed + 1, name
     raise UsageError(
-        f"no run {word!r}: {str(store.folder)!r} has {passed} run{'' if passed == 1 else 's'} to"
-        " compare; latest is the newest, latest~1 the one before"
+        f"no run {word!r}: {str(store.folder)!r} has {plural(passed, 'run')} of matrix {matrix!r};"
+        " latest is the newest run, latest~1 the one before of the same matrix"
     )
 
 

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from harness.cell.cell import Cell
@@ -183,6 +184,11 @@ def new_run_id() -> str:
 
 def kept_plan(store: Store, run_id: str) -> Plan:
     return Plan.from_row(store.run_row(run_id))
+
+
+def matrix_name(matrix: str) -> str:
+    """Returns a matrix's name without folder and suffix, because jobs give its absolute path."""
+    return Path(matrix).name.removesuffix(".yaml")
 
 
 def resumable(store: Store, matrix: str | None) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,20 @@ def test_a_run_against_its_own_folder_is_a_run_against_the_others(folder: Path) 
     assert [{one.run_id for one in found.cells} for found in (was, now)] == [{OLD}, {NEW}]
 
 
+def test_the_run_before_the_latest_is_of_the_same_matrix(folder: Path) -> None:
+    store = Store(folder)
+    for run_id, matrix in (
+        ("20260104T000000-dddd", "smoke"),
+        ("20260105T000000-eeee", "/a/full.yaml"),
+    ):
+        started = datetime(2026, 1, int(run_id[7]), tzinfo=timezone.utc)
+        row = run_row(run_id=run_id, matrix=matrix, started_at=started)
+        store.write_run(RunRecord(**row))
+    assert find_run(store, "latest~1") == NEW
+    with pytest.raises(UsageError, match="3 runs of matrix 'full'"):
+        find_run(store, "latest~3")
+
+
 def ask(folder: Path, *words: str) -> tuple[int, str]:
     return commands.ask(compare, *words, "--results", str(folder))
 
@@ -95,17 +110,19 @@ def test_json_has_the_numbers(folder: Path) -> None:
         ask(folder, OLD, NEW, "--json", "--format", "md")
 
 
-def test_the_table_names_disturbed_trials_of_changed_cells_only(tmp_path: Path) -> None:
+def test_the_table_counts_disturbed_and_added_cells(tmp_path: Path) -> None:
     store = Store(tmp_path / "noisy")
     busy = {"foreign_load_cores": 0.9, "idle_before": 0.5, "idle_after": 1.0}
+    added = trial_rows(Cell(strategy="tensor", devices=2), [50.0])
     for run_id, speeds, load in ((OLD, [100.0, 100.1], {}), (NEW, [90.0, 90.1], busy)):
         store.write_run(RunRecord(**run_row(run_id=run_id)))
-        for row in trial_rows(CELL, speeds) + trial_rows(OTHER, [50.0, 50.1]):
+        rows = trial_rows(CELL, speeds) + trial_rows(OTHER, [50.0, 50.1])
+        for row in rows + added if load else rows:
             store.write_trial(TrialRecord(**(row | load | {"run_id": run_id})))
-    lines = ask(store.folder, OLD, NEW)[1].splitlines()
-    named, counted = [line for line in lines if line.startswith("disturbed")]
-    assert named.startswith(f"disturbed {CELL.name}: B, trial 0: ")
-    assert " 1 other cell " in counted
+    text = ask(store.folder, OLD, NEW)[1]
+    assert "added: 1 cell of B, not in A\n" in text
+    assert "disturbed: trials of 3 cells, 1 of them regressions" in text
+    assert "tensor" not in text
 
 
 def test_exit_codes_for_scripts(folder: Path) -> None:
