@@ -1,7 +1,7 @@
 """Resolves the run and cell arguments of all commands.
 
-Runs: an id, its prefix, `latest`, or `latest~1`, the one before. Cells: an id, a strategy, or a
-pattern (`ddp*x2*`) over labels or names.
+Runs: an id, its prefix, `latest`, or `latest~1`, the one before of the same matrix. Cells: an id, a
+strategy, or a pattern (`ddp*x2*`) over labels or names.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ __all__ = ["find_run"]
 
 REFERENCES = "reference"
 """Subfolder of named baselines."""
-MOST_NAMED = 12
-"""Maximum number of cells that a message lists."""
 
 
 class Recorded(Protocol):
@@ -75,7 +73,7 @@ def find_sides(
     if len(patterns) != 2:
         raise UsageError(
             f"a comparison needs two runs or folders, not {len(patterns)}: python -m bench compare"
-            " A B, or --baseline A; the newest two runs are latest~1 latest"
+            " A B, or --baseline A; the newest two runs of a matrix are latest~1 latest"
         )
     return two_sides(patterns[0], patterns[1], results)
 
@@ -120,9 +118,13 @@ def no_such_cell(word: str, where: str, recorded: Iterable[Recorded]) -> UsageEr
     )
 
 
-def find_recorded_cell(store: Store, word: str, run_id: str | None) -> tuple[Results, str]:
-    """Returns a run's tables without steps (default: the newest run's), and the cell's id; raises
-    UsageError unless one cell matches."""
+def find_recorded_cells(
+    store: Store, word: str, run_id: str | None
+) -> tuple[Results, list[RecordedCell]]:
+    """Returns a run's tables without steps, and its cells that match, the simplest one first.
+
+    By default the newest run with such a cell. Raises UsageError if no cell matches.
+    """
     looked_at: list[RecordedCell] = []
     for candidate in [run_id] if run_id else reversed(find_runs(store, [], every=True)):
         tables = store.load([candidate], steps=False)
@@ -130,15 +132,11 @@ def find_recorded_cell(store: Store, word: str, run_id: str | None) -> tuple[Res
         cells = [RecordedCell(str(row["cell_id"]), Cell(**json.loads(row["cell"]))) for row in rows]
         looked_at += cells
         meant = closest(cells, word)
-        if len(meant) > 1:
-            named = ", ".join(f"{cell.cell_id} ({cell.cell.name})" for cell in meant[:MOST_NAMED])
-            more = f" and {len(meant) - MOST_NAMED} more" if len(meant) > MOST_NAMED else ""
-            raise UsageError(
-                f"{word!r} matches {len(meant)} cells of run {candidate}; name one by its id or"
-                f" name: {named}{more}"
-            )
         if meant:
-            return tables, meant[0].cell_id
+            planned = [cell.id for cell in Plan.from_row(store.run_row(candidate)).cells]
+            order = {cell_id: place for place, cell_id in enumerate(planned)}
+            meant.sort(key=lambda row: order.get(row.cell_id, len(order)))
+            return tables, sorted(meant, key=lambda row: complexity(row.cell))
     raise no_such_cell(word, f"run {run_id}" if run_id else repr(str(store.folder)), looked_at)
 
 
@@ -194,11 +192,23 @@ def find_cells(
     )
 
 
+def complexity(cell: Cell) -> tuple[bool, bool, bool]:
+    """Orders cells: first those without options, then those in fp32, then on several devices."""
+    return cell.label != cell.strategy, cell.precision != "fp32", cell.devices == 1
+
+
 def plainest(cells: Sequence[Cell]) -> Cell:
-    """Prefers cells without options, then fp32, then several devices, then the first."""
-    return min(
-        cells,
-        key=lambda cell: (cell.label != cell.strategy, cell.precision != "fp32", cell.devices == 1),
+    """Returns the first of the simplest cells; see `complexity`."""
+    return min(cells, key=complexity)
+
+
+def of_several(word: str, count: int) -> str:
+    """Says that the simplest of several matching cells was taken; empty for a single match."""
+    if count < 2:
+        return ""
+    return (
+        f"the simplest of the {count} cells that match {word!r}; to choose another, give its label,"
+        " name or id"
     )
 
 

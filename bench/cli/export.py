@@ -32,7 +32,7 @@ def export(
     Example: [bold]python -m bench export fsdp2 --to slurm --set devices=4[/bold]
     """
     from bench.expand import cells_of
-    from bench.select import find_cells, plainest
+    from bench.select import find_cells, of_several, plainest
     from harness.export import export_files, known_target, write_files
     from harness.record.store import Store
 
@@ -60,11 +60,8 @@ def export(
         print(json.dumps(document))
         return
     print(f"{cell.name} for {target}")
-    if len(cells) > 1:
-        print(
-            f"  exported the simplest of the {len(cells)} cells that match {which!r}; to choose"
-            " another, give its label, name or id"
-        )
+    if several := of_several(which, len(cells)):
+        print(f"  exported {several}")
     if note:
         print(f"  not runnable here: {note}")
     for name in files:

@@ -33,8 +33,10 @@ def profile(
     Example: [bold]python -m bench profile ddp:static_graph=true --set devices=2[/bold]
     """
     from bench.cli.export import slug
+    from bench.select import of_several, plainest
 
-    cell = find_cell(which, matrix, settings or [], results)
+    cells = find_profiled(which, matrix, settings or [], results)
+    cell = plainest(cells)
     _require_runnable(cell)
     folder = out or Path("traces") / slug(f"{cell.label} {cell.workload_name} x{cell.devices}")
     record, files = _traced(cell, folder)
@@ -50,6 +52,8 @@ def profile(
         document |= {"folder": str(folder), "traces": [str(file) for file in files]}
         print(json.dumps(document))
     else:
+        if several := of_several(which, len(cells)):
+            print(f"profiled {several}")
         _tell(cell, record, files, gpu)
     if record.status != "ok":
         raise typer.Exit(1)
@@ -87,12 +91,11 @@ def _traced(cell: Cell, folder: Path) -> tuple[ProfileRecord, list[Path]]:
     return record, files
 
 
-def find_cell(word: str, matrix: str, settings: list[str], results: Path) -> Cell:
-    """Returns the recorded cell of this id or name, else the strategy's simplest one."""
+def find_profiled(word: str, matrix: str, settings: list[str], results: Path) -> list[Cell]:
+    """Returns the recorded cell of this id or name, else the matrix's cells that match."""
     from bench.expand import cells_of
     from bench.select import (
         find_cells,
-        plainest,
         planned_cell,
         require_unchanged,
         split_options,
@@ -103,13 +106,11 @@ def find_cell(word: str, matrix: str, settings: list[str], results: Path) -> Cel
     store = Store(results)
     if recorded := planned_cell(store, word):
         require_unchanged(recorded, settings)
-        return recorded
+        return [recorded]
     cells = cells_of(matrix, settings)
     name, options = split_options(word)
     meant = find_cells(cells, name, matrix, store, settings)
-    if options is None:
-        return plainest(meant)
-    return plainest([with_options(cell, options) for cell in meant])
+    return meant if options is None else [with_options(cell, options) for cell in meant]
 
 
 def replace_traces(files: list[Path], folder: Path) -> list[Path]:

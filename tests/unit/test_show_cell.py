@@ -132,12 +132,17 @@ def test_parts_of_a_profiled_step(store: Store) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "words", [["dpp"], ["tensor", "--run", NEW], ["fsdp2"], ["ddp", "--run", "nope"]]
-)
-def test_unknown_and_ambiguous_cells(store: Store, words: list[str]) -> None:
+@pytest.mark.parametrize("words", [["dpp"], ["tensor", "--run", NEW], ["ddp", "--run", "nope"]])
+def test_unknown_cells_and_runs_are_refused(store: Store, words: list[str]) -> None:
     with pytest.raises(UsageError):
         ask(store, *words)
+
+
+def test_the_simplest_of_several_cells_is_shown(store: Store) -> None:
+    told = json.loads(ask(store, "fsdp2", "--json"))
+    assert (told["cell"]["cell_id"], told["others"]) == (OTHER.id, [TWO.id])
+    assert "the simplest of the 2 cells that match 'fsdp2'" in ask(store, "fsdp2")
+    assert "the simplest" not in ask(store, "ddp")
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
