@@ -30,8 +30,7 @@ INCOMPLETE = {"run", "submit", "bench"}
 """Words that alone name a command or the program in a sentence."""
 FILLED_IN = {"COMMAND": "run", "JOB": JOB, "RUN": RUN}
 ENDINGS = {"fits": {0, 1, 3}, "compare": {0, 1}, "maxsize": {130}}
-"""Exit codes with which a command answers, otherwise 0. A search is stopped at its beginning, and
-the model `?` is unknown, so the known ones are listed."""
+"""Exit codes with which a command answers, otherwise 0. A search is stopped at its beginning."""
 ADDED = {
     "run": ["--dry-run"],
     "submit": ["--dry-run"],
@@ -59,7 +58,7 @@ class CommandLine:
 
     @property
     def endings(self) -> set[int]:
-        return {2} if "?" in self.words else ENDINGS.get(self.words[0], {0})
+        return ENDINGS.get(self.words[0], {0})
 
 
 def command_line(text: str) -> CommandLine | None:
@@ -89,7 +88,7 @@ def of_help() -> list[CommandLine]:
     """Returns the examples in the help of all commands."""
     runner, found = CliRunner(env={"COLUMNS": "400"}), []
     for name in sorted(COMMAND_NAMES):
-        shown = runner.invoke(app, [*name.split(), "--help"]).stdout
+        shown = runner.invoke(app, [name, "--help"]).stdout
         found += re.findall(r"Example: (.*?) *$", shown, re.M)
     return [line for line in map(command_line, found) if line]
 

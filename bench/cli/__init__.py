@@ -19,6 +19,7 @@ from harness.cell.errors import (
     NothingToResume,
     NotRecorded,
     NotWritable,
+    UnknownModel,
     UsageError,
 )
 from harness.host.gc_tuning import collect_seldom
@@ -69,6 +70,7 @@ REMEDIES: dict[type[UsageError], str] = {
         "earlier results are kept: fix this, then continue with python -m bench run --resume"
     ),
     NotWritable: "choose another with --results DIR",
+    UnknownModel: "see the names with: python -m bench list models",
 }
 
 app = typer.Typer(

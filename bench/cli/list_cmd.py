@@ -10,15 +10,23 @@ from bench.cli.options import Json
 
 def listing(
     what: Annotated[
-        Literal["strategies", "workloads", "matrices"], typer.Argument(help="What to list.")
+        Literal["strategies", "workloads", "matrices", "models"],
+        typer.Argument(
+            help="What to list; models are those of fits and plan, workloads those that train."
+        ),
     ],
     json_output: Json = False,
 ) -> None:
-    """List strategies with their options, workloads, or matrices.
+    """List strategies with their options, workloads, matrices, or models to plan for.
 
     Example: [bold]python -m bench list strategies[/bold]
     """
-    entries = {"strategies": _strategies, "workloads": _workloads, "matrices": _matrices}[what]()
+    entries = {
+        "strategies": _strategies,
+        "workloads": _workloads,
+        "matrices": _matrices,
+        "models": _models,
+    }[what]()
     if json_output:
         print(json.dumps(entries, indent=2))
         return
@@ -40,6 +48,8 @@ def _text(value: object) -> str:
         return escape("\n".join(f"{name}: {meaning}" for name, meaning in value.items()))
     if isinstance(value, list):
         return escape(", ".join(value))
+    if value is None:
+        return "-"
     return escape(f"{value:,}" if isinstance(value, int) else str(value))
 
 
@@ -65,18 +75,32 @@ def _strategies() -> list[dict[str, object]]:
 
 
 def _workloads() -> list[dict[str, object]]:
-    """Returns workloads, forms such as `hf:PATH_OR_ID`, and suffixes such as `+lora`."""
+    """Returns workloads, forms such as `hf:PATH_OR_ID`, and suffixes such as `+lora`.
+
+    Parameters are None without torch, which counts them.
+    """
+    from harness.host.packages import TRAINING, missing
     from harness.workloads import make_workload, workload_names
+    from harness.workloads.counts import model_facts
     from harness.workloads.workload import AUTO
     from harness.workloads.workload_variants import SUFFIXES
 
     made = [make_workload(name) for name in workload_names()]
-    rows = [
-        *((w.name, w.kind, w.vocabulary, w.blocks) for w in made),
-        ("hf:PATH_OR_ID", ", ".join(AUTO), 0, 0),
-        *((f"...+{suffix}", meaning, 0, 0) for suffix, meaning in SUFFIXES.items()),
+    counted = not missing(TRAINING)
+    rows: list[tuple[object, ...]] = [
+        (w.name, w.kind, model_facts(w).parameters if counted else None, w.vocabulary, w.blocks)
+        for w in made
     ]
-    return [dict(zip(("name", "kind", "vocabulary", "blocks"), row, strict=True)) for row in rows]
+    rows.append(("hf:PATH_OR_ID", ", ".join(AUTO), None, None, None))
+    rows += [(f"...+{suffix}", meaning, None, None, None) for suffix, meaning in SUFFIXES.items()]
+    columns = ("name", "kind", "parameters", "vocabulary", "blocks")
+    return [{name: value or None for name, value in zip(columns, row, strict=True)} for row in rows]
+
+
+def _models() -> list[dict[str, object]]:
+    from harness.planner.cluster.hf_config import named_shapes
+
+    return [{"name": name, "parameters": s.parameters} for name, s in named_shapes().items()]
 
 
 def _matrices() -> list[dict[str, object]]:

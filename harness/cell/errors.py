@@ -18,6 +18,10 @@ class NotRecorded(UsageError):
     """Results could not be written: a full disk, or no results folder."""
 
 
+class UnknownModel(UsageError):
+    """The planner has no sizes for a name."""
+
+
 class NoRuns(UsageError):
     """The results folder has no runs yet."""
 

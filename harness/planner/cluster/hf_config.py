@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from harness.cell.errors import UsageError
+from harness.cell.errors import UnknownModel, UsageError
 from harness.host.packages import is_installed
 from harness.planner.cluster.model_shape import LAYER_NORM, RMS_NORM, LayerCode, ModelShape
 
@@ -359,9 +359,9 @@ def parse_shape(text: str) -> ModelShape:
         return from_config(Path(text.removeprefix("hf:")))
     if "=" in text:
         return _from_sizes(text)
-    raise UsageError(
-        f"unknown model {text!r}; known are {', '.join(named_shapes())}; or give hf:PATH of a"
-        " config.json, or sizes such as layers=32,hidden=4096,heads=32"
+    raise UnknownModel(
+        f"unknown model {text!r}; give a name such as llama-8b, hf:PATH of a config.json, or sizes"
+        " such as layers=32,hidden=4096,heads=32"
     )
 
 
