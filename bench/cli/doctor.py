@@ -224,15 +224,17 @@ def _strategies() -> dict[str, str]:
     from harness.workloads import make_workload
 
     rows = {}
-    trained = [("llama-mini", "fp32"), ("llama-mini", "bf16"), ("resnet-micro", "fp32")]
+    models = ("llama-mini", "mixtral-mini", "resnet-micro")
+    tried = list(itertools.product((2, 1, 4, 8), models, ("fp32", "bf16"), (1, 2)))
     for name, cls in strategies().items():
-        state = "ready"
-        for devices, (workload, precision) in itertools.product((2, 1, 4, 8), trained):
+        ready = unavailable = refused = ""
+        for devices, workload, precision, micro_batches in tried:
             cell = Cell.model_validate(
                 {
                     "strategy": name,
                     "workload": workload,
                     "precision": precision,
+                    "micro_batches": micro_batches,
                     "devices": devices,
                     "device": device_type(),
                     "warmup_steps": 3,
@@ -241,11 +243,11 @@ def _strategies() -> dict[str, str]:
             try:
                 validate(cell, make_workload(workload))
                 stand_in = cls().stand_in(cell)
-                state = f"ready; stand-in: {stand_in}" if stand_in else "ready"
+                ready = f"ready; stand-in: {stand_in}" if stand_in else "ready"
                 break
             except Unavailable as error:
-                state = f"unavailable: {error}"
+                unavailable = unavailable or f"unavailable: {error}"
             except (Refused, UsageError) as error:
-                state = f"refused: {error}"
-        rows[name] = state
+                refused = refused or f"refused: {error}"
+        rows[name] = ready or unavailable or refused
     return rows

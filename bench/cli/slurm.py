@@ -37,6 +37,9 @@ Array: TypeAlias = Annotated[
     int,
     typer.Option("--array", min=0, help="Number of jobs to submit, which share the run's cells."),
 ]
+NewRunId: TypeAlias = Annotated[
+    str, typer.Option("--run", help="Id of the run to start, or to continue if it exists.")
+]
 NightlyJob: TypeAlias = Annotated[
     bool,
     typer.Option(
@@ -47,7 +50,7 @@ NightlyJob: TypeAlias = Annotated[
 SiteFile: TypeAlias = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[SITE.yaml]",
+        metavar="SITE.yaml",
         help="Site file; by default $PARALLELISM_BENCH_SITE, else slurm/site.yaml.",
     ),
 ]
@@ -56,9 +59,7 @@ To: TypeAlias = Annotated[
 ]
 JobOrRun: TypeAlias = Annotated[
     str,
-    typer.Argument(
-        metavar="[JOB|RUN]", help="SLURM job or id of a run; by default the newest run."
-    ),
+    typer.Argument(metavar="JOB|RUN", help="SLURM job or id of a run; by default the newest run."),
 ]
 
 
@@ -72,7 +73,7 @@ def submit(
     account: Account = None,
     time: TimeLimit = None,
     array: Array = 0,
-    run_id: opt.RunId = "",
+    run_id: NewRunId = "",
     nightly: NightlyJob = False,
     results: opt.Results = Path("results"),
     only: opt.Only = None,
@@ -240,9 +241,11 @@ def _progress(store: Store, run_id: str) -> tuple[dict[str, object], list[str]]:
     last = {(trial.cell_id, trial.trial): trial.status for trial in launched}
     statuses = dict(Counter(last.values()).most_common())
     counts = ", ".join(f"{count} {status}" for status, count in statuses.items())
-    recorded = sum(status != "interrupted" for status in last.values())
-    trials = len(plan.schedule())
-    counted = f"{recorded} of {trials} trials ({counts or 'nothing recorded yet'})"
+    ended = {key for key, status in last.items() if status != "interrupted"}
+    planned = {(cell.id, trial) for cell, trial in plan.schedule()}
+    further = f" and {plural(len(ended - planned), 'further trial')}" if ended - planned else ""
+    counted = f"{len(ended & planned)} of {len(planned)} planned trials{further}"
+    counted += f" ({counts or 'nothing recorded yet'})"
     sentences = [f"run {run_id} of matrix {plan.matrix}: {counted}"]
     newest = newest_at = None
     if launched:
@@ -254,8 +257,9 @@ def _progress(store: Store, run_id: str) -> tuple[dict[str, object], list[str]]:
         "run_id": run_id,
         "matrix": plan.matrix,
         "cells": len(plan.cells),
-        "trials": trials,
-        "recorded": recorded,
+        "trials": len(planned),
+        "recorded": len(ended & planned),
+        "further": len(ended - planned),
         "left_out": len(plan.left_out),
         "statuses": statuses,
         "newest": newest,

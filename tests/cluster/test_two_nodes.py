@@ -88,7 +88,7 @@ def test_two_node_cells_train_the_same_while_the_controller_starts_anew(
     assert ran.sort_values("position")["startup_seconds"].iloc[1:].min() < 1.5
     status = bench.call("status", told["job"]).stdout
     assert f"run {told['run_id']}" in status
-    assert "3 of 3 trials (3 ok" in status
+    assert "3 of 3 planned trials (3 ok" in status
     assert f"job {told['job']}: COMPLETED on n[1-2]" in status
 
 

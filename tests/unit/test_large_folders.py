@@ -104,7 +104,7 @@ def test_the_status_of_a_run_needs_no_pandas(many: Store) -> None:
     """Importing pandas takes longer than everything else that the command does."""
     code = f"""
 import sys
-sys.argv = ["bench", "slurm", "status", "run-07", "--results", {str(many.folder)!r}]
+sys.argv = ["bench", "status", "run-07", "--results", {str(many.folder)!r}]
 from bench.cli import main
 try:
     main()
@@ -113,6 +113,6 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     first, newest, imported = done.stdout.splitlines()
-    assert first == "run run-07 of matrix test: 2 of 1 trials (2 ok)"
+    assert first == "run run-07 of matrix test: 0 of 1 planned trials and 2 further trials (2 ok)"
     assert newest.startswith("newest: single llama-nano x1 fp32 batch 8 trial ")
     assert imported == "False"
