@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
@@ -61,7 +62,9 @@ Skip: TypeAlias = Annotated[list[str] | None, _SKIP]
 Settings: TypeAlias = Annotated[list[str] | None, _SETTINGS]
 Trials: TypeAlias = Annotated[
     int | None,
-    typer.Option("--trials", min=1, help="Trials of each cell; by default the matrix's, else 10."),
+    typer.Option(
+        "--trials", min=1, help="Number of trials of each cell; by default the matrix's, else 10."
+    ),
 ]
 RunId: TypeAlias = Annotated[
     str,
@@ -76,9 +79,7 @@ Nodes: TypeAlias = Annotated[
 ]
 Resume: TypeAlias = Annotated[
     bool,
-    typer.Option(
-        "--resume", help="Continue the newest run, search or check; with --run, that one."
-    ),
+    typer.Option("--resume", help="Continue the newest run, or the one that --run names."),
 ]
 DryRun: TypeAlias = Annotated[
     bool, typer.Option("--dry-run", help="Show what would run, and run nothing.")
@@ -92,8 +93,8 @@ BaselineCell: TypeAlias = Annotated[
     typer.Option(
         "--baseline",
         help=(
-            "Cell that the other cells of its setting are compared with: strategy, id or pattern,"
-            " and the simplest if several match; by default ddp, else single."
+            "What to compare the other cells of a setting with: a strategy, a cell's id or a"
+            " pattern, and the simplest cell if several match; by default ddp, else single."
         ),
     ),
 ]
@@ -117,12 +118,12 @@ class RunOptions:
         str,
         typer.Option(
             "--model",
-            help="Train this model in every cell: a workload, hf:PATH, or your own as"
-            " FILE.py:CLASS.",
+            help="Model to train in every cell: a workload (see: python -m bench list workloads),"
+            " hf:PATH of a config.json, or your own as FILE.py:CLASS.",
         ),
     ] = ""
     data: Annotated[
-        str, typer.Option("--data", help="Train on this dataset in every cell, such as text:FILE.")
+        str, typer.Option("--data", help="Dataset to train on in every cell, such as text:FILE.")
     ] = ""
     trials: Trials = None
     time_budget_seconds: Annotated[
@@ -132,11 +133,10 @@ class RunOptions:
             metavar="<str>",
             parser=parse_time,
             help=(
-                "Time budget, such as 45min; --resume starts it anew. Once it is spent, no round is"
-                " added, and planned rounds from the third on are skipped. By default none with"
-                " --trials, else the matrix's, else a quarter more than the planned rounds take."
-                " Rounds are added for cells that may be the best, unless --trials fixes their"
-                " number."
+                "Time budget, such as 45min, in which cells that may be the best get further"
+                " trials. Once it is spent, planned rounds from the third on are skipped. By"
+                " default the matrix's, else a quarter more than the planned rounds take; none"
+                " with --trials."
             ),
         ),
     ] = None
@@ -148,8 +148,8 @@ class RunOptions:
             min=0,
             help=(
                 "Seconds of timed steps per trial on CPUs, interleaved with a control that corrects"
-                " for changes in the machine's speed. 0: the matrix's number of steps, without a"
-                " control. By default the matrix's."
+                " for changes in the machine's speed; by default the matrix's. With 0, trials have"
+                " the matrix's number of steps and no control."
             ),
         ),
     ] = None
@@ -268,6 +268,12 @@ def taking(
     return decorated
 
 
+PANELS = {
+    "How long": ("trials", "time_budget_seconds", "timed_seconds", "profile"),
+    "Output": ("results", "run_id", "report", "json_output"),
+    "Several nodes": ("share", "nodes", "rendezvous", "interface", "timeout"),
+}
+"""Options by panel of the help; all others are in the panel `What`."""
 _TYPED: dict[str, object] = {"only": Only, "skip": Skip, "settings": Settings, "results": Results}
 """Types of options that Python takes in more forms than the command line."""
 
@@ -276,7 +282,7 @@ def command(run: Callable[[CommandOptions], None]) -> Callable[..., None]:
     """Makes a function of these options into a command with an option for each annotated field."""
     hints = _hints()
     options = {
-        name: _TYPED.get(name, hint)
+        name: _in_panel(name, _TYPED.get(name, hint))
         for name, hint in hints.items()
         if hasattr(hint, "__metadata__")
     }
@@ -298,6 +304,13 @@ def command(run: Callable[[CommandOptions], None]) -> Callable[..., None]:
         ]
     )
     return call
+
+
+def _in_panel(name: str, hint: Any) -> object:
+    option = copy.copy(hint.__metadata__[0])
+    panels = [panel for panel, names in PANELS.items() if name in names]
+    option.rich_help_panel = panels[0] if panels else "What"
+    return Annotated[hint.__origin__, option]
 
 
 def _hints(record: object = CommandOptions) -> dict[str, Any]:

@@ -21,11 +21,11 @@ WIDTH = 28
 Sides: TypeAlias = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[A] [B]",
+        metavar="A B",
         help=(
-            "Two runs (id or its prefix, latest, latest~1) or results folders; a folder stands"
-            " for the newest run of each of its cells. With --history: one strategy, cell id or"
-            " pattern."
+            "Two runs or results folders. A run is named by its id or a prefix of it, latest, or"
+            " latest~1 for the run before of the same matrix; a folder stands for the newest run"
+            " of each of its cells. With --history: one strategy, cell id or pattern."
         ),
     ),
 ]
@@ -33,7 +33,7 @@ Baseline: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--baseline",
-        help="The run or folder to compare with (A); NAME stands for results/reference/NAME.",
+        help="What to compare with (A): a run, a folder, or NAME for results/reference/NAME.",
     ),
 ]
 CellPair: TypeAlias = Annotated[

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from bench.cli.options import Json, Only, Results, Resume, Settings, WriteReport
+from bench.cli.options import Json, Only, Results, Settings, WriteReport
 from harness.cell.errors import plural
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ Hidden: TypeAlias = Annotated[
         "--hidden", min=64, help="Hidden size of the models; by default one that fits the budget."
     ),
 ]
+Resume: TypeAlias = Annotated[bool, typer.Option("--resume", help="Continue the newest search.")]
 SearchMatrixFile: TypeAlias = Annotated[
     Path | None,
     typer.Option(

@@ -14,8 +14,6 @@ from bench.run_options import Matrix as Matrix
 from bench.run_options import Nodes as Nodes
 from bench.run_options import Only as Only
 from bench.run_options import Results as Results
-from bench.run_options import Resume as Resume
-from bench.run_options import RunId as RunId
 from bench.run_options import Settings as Settings
 from bench.run_options import Skip as Skip
 from bench.run_options import Trials as Trials
@@ -30,8 +28,9 @@ Cell: TypeAlias = Annotated[
 Runs: TypeAlias = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[RUN]...",
-        help="Runs: an id or its prefix, latest, latest~1; by default the newest.",
+        metavar="RUN",
+        help="Runs, each by its id or a prefix of it, latest, or latest~1 for the run before of the"
+        " same matrix; by default the newest.",
     ),
 ]
 AllRuns: TypeAlias = Annotated[bool, typer.Option("--all", help="All runs of the folder.")]
@@ -70,14 +69,17 @@ Batch: TypeAlias = Annotated[
 ]
 Precision: TypeAlias = Annotated[
     Literal["fp32", "bf16", "fp16"],
-    typer.Option("--precision", help="Precision of the arithmetic."),
+    typer.Option(
+        "--precision",
+        help="Precision of training; bf16 and fp16 keep fp32 parameters and moments.",
+    ),
 ]
 StatesPrecision: TypeAlias = Annotated[
     str,
     typer.Option(
         "--precision",
-        help="Precision of states: bf16 keeps fp32 parameters and moments; fp32, pure-bf16,"
-        " pure-bf16-fp32-reduce, pure-bf16-fused (updates in backward).",
+        help="Precision of training: fp32, bf16 (keeps fp32 parameters and moments), pure-bf16,"
+        " pure-bf16-fp32-reduce or pure-bf16-fused (updates in backward).",
     ),
 ]
 Goal: TypeAlias = Annotated[

@@ -21,7 +21,7 @@ Answer: TypeAlias = "tuple[Cell, Rehearsal | None, str]"
 Strategies: TypeAlias = Annotated[
     list[str],
     typer.Argument(
-        metavar="STRATEGY...",
+        metavar="STRATEGY",
         help="Strategies, optionally with options: fsdp2:reshard_after_forward=false.",
     ),
 ]

@@ -162,7 +162,7 @@ def _index(store: Store, path: Path) -> Path:
 def site(
     results: Annotated[
         list[Path],
-        typer.Argument(metavar="RESULTS...", help="Results folders, or folders that contain some."),
+        typer.Argument(metavar="RESULTS", help="Results folders, or folders that contain some."),
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder to write to.")] = Path("site"),
     json_output: Json = False,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bench.cli.options import DryRun, Json, Results, Trials
+from bench.cli.options import DryRun, Json, Results
 
 if TYPE_CHECKING:
     from bench.published import Figures, PublishedRow, PublishedRows
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 def reproduce(
     row: Annotated[
-        str, typer.Argument(metavar="[ROW]", help="Name of a published row; see --list.")
+        str, typer.Argument(metavar="ROW", help="Name of a published row; see --list.")
     ] = "",
     list_rows: Annotated[bool, typer.Option("--list", help="List the rows.")] = False,
     dry_run: DryRun = False,
-    trials: Trials = None,
+    trials: Annotated[
+        int | None, typer.Option("--trials", min=1, help="Number of trials; by default 10.")
+    ] = None,
     results: Results = Path("results"),
     json_output: Json = False,
 ) -> None:

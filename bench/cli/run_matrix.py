@@ -11,9 +11,9 @@ from bench.cli import terminal
 from bench.cli.run_progress import (
     RunProgress,
     headline_as_json,
+    show_cells,
     show_headline,
-    show_inputs,
-    show_plan,
+    show_summary,
 )
 from bench.execution import Ended, Prepared, conclude, execute, prepare
 from bench.run_options import CommandOptions
@@ -39,7 +39,9 @@ def run_matrix(options: CommandOptions) -> int:
     console = terminal.console(quiet=options.json_output)
     prepared = prepare(options)
     gpus_unused = None if options.host else terminal.say_unused_gpus(console)
-    show_plan(console, prepared)
+    if options.dry_run:
+        show_cells(console, prepared)
+    show_summary(console, prepared, options.dry_run)
     if options.dry_run:
         _show_dry_run(console, prepared, gpus_unused, options.json_output)
         return 0
@@ -62,10 +64,12 @@ def _show_dry_run(
     planned = planned_headline(plan, host.cores, prepared.baseline)
     if planned:
         show_headline(console, plan, *planned)
-    show_inputs(console, host.device)
     if json_output:
+        from harness.run.expected import CPU, GPU
+
         expected = {
             "expected_seconds": prepared.seconds,
+            "predicted_from": dataclasses.asdict(GPU if host.device == "cuda" else CPU),
             "references": dataclasses.asdict(prepared.references),
             "headline": planned and headline_as_json(*planned),
             "gpus_unused": gpus_unused,

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -180,13 +180,38 @@ class SearchProgress(ProgressListener):
         self.out.print(escape(f"[{number + 1}/{total}] {text}, about {duration(left)} left"))
 
 
-def show_plan(out: Console, prepared: Prepared) -> None:
+def show_summary(out: Console, prepared: Prepared, is_dry: bool) -> None:
+    """Prints in five lines what a run will do."""
+    planned, references = prepared.plan, prepared.references
+    out.print(_title(planned))
+    trials = plural(prepared.trials_to_run, "trial")
+    out.print(f"{trials} to run, about {duration(prepared.total_seconds)}")
+    runs = plural(references.number, "reference run")
+    disk = f"{references.kept_bytes / 2**30:.1f} GiB of disk"
+    out.print(f"{runs}, if none are cached: {duration(references.seconds)}, {disk}")
+    seconds, budget = prepared.total_seconds + references.seconds, planned.time_budget_seconds
+    total, then = f"about {duration(seconds)} in total", ""
+    if planned.until_answered and budget and prepared.part[1] == 1:
+        then = f", then further trials of cells that may be the best, until {duration(budget)}"
+        if seconds > budget:
+            then = f"; after {duration(budget)}, planned rounds from the third on are skipped"
+    out.print(total + then)
+    if planned.left_out:
+        statuses = Counter(absent.status for absent in planned.left_out).most_common()
+        counts = ", ".join(f"{count} {status}" for status, count in statuses)
+        left_out = plural(len(planned.left_out), "cell")
+        where = "" if is_dry else "; --dry-run shows the reasons"
+        out.print(f"left out: {left_out} ({counts}){where}")
+
+
+def show_cells(out: Console, prepared: Prepared) -> None:
+    """Prints every planned cell, and why others are left out."""
     from harness.cell.cell import over
     from harness.host.cores import oversubscribed
 
     planned, host, seconds = prepared.plan, prepared.host, prepared.seconds
     columns = ("strategy", "workload", "devices", "precision", "batch", "expected")
-    rows = table(_title(planned), *columns, left=("workload", "precision"))
+    rows = table(None, *columns, left=("workload", "precision"))
     for cell in planned.cells:
         crowded = oversubscribed(cell, host.cores and cell.nodes * host.cores)
         devices = f"{cell.devices}{' (more than cores)' if crowded else ''}"
@@ -207,18 +232,6 @@ def show_plan(out: Console, prepared: Prepared) -> None:
         out.print(
             f"[yellow]left out[/yellow] {escape(absent.cell.name)}: {absent.status}:"
             f" {escape(absent.reason)}"
-        )
-    references = prepared.references
-    runs = plural(references.number, "reference run")
-    disk = f"{references.kept_bytes / 2**30:.1f} GiB of disk"
-    trials = plural(prepared.trials_to_run, "trial")
-    out.print(f"{trials} to run, about {duration(prepared.total_seconds)}")
-    out.print(f"{runs}, if none are cached: {duration(references.seconds)}, {disk}")
-    out.print(f"about {duration(prepared.total_seconds + references.seconds)} in total")
-    if planned.until_answered and planned.time_budget_seconds and prepared.part[1] == 1:
-        out.print(
-            "then more trials of cells that may still be the best of their setting in speed or"
-            f" memory, until {duration(planned.time_budget_seconds)} have passed"
         )
 
 
@@ -247,17 +260,6 @@ def headline_as_json(cells: Sequence[Cell], baseline: Cell | None) -> dict[str, 
         "baseline_cell_id": baseline and baseline.id,
         "candidate_cell_ids": [cell.id for cell in filter(may_be_advised, cells)],
     }
-
-
-def show_inputs(out: Console, device: str) -> None:
-    from harness.run.expected import CPU, GPU
-
-    inputs = dataclasses.asdict(GPU if device == "cuda" else CPU)
-    out.print(
-        "predicted from: "
-        + ", ".join(f"{name} {value:g}" for name, value in inputs.items())
-        + " (docs/hosts.md)"
-    )
 
 
 def _title(planned: Plan) -> str:

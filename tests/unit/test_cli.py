@@ -6,15 +6,21 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from bench.cli import COMMANDS, app, main
+from bench.cli.run_progress import show_summary
+from bench.execution import prepare
+from bench.run_options import CommandOptions
 from harness.workloads.workload import AUTO
 
 ROOT = Path(__file__).parents[2]
@@ -127,22 +133,46 @@ def test_a_dry_run_plans_for_another_host_and_writes_nothing(tmp_path: Path) -> 
     assert max(cell["devices"] for cell in plan["cells"]) == 8
     assert all(seconds > 0 for seconds in plan["expected_seconds"].values())
     assert plan["references"]["kept_bytes"] > 0
+    assert plan["predicted_from"]
     done = here(*words, "--set", "batch=3", folder=tmp_path)
     assert "global batch 3 does not divide into 2 data-parallel ranks" in done.stdout
     assert "\x1b" not in done.stdout, "colour only on a terminal"
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_is_summed_up_in_five_lines() -> None:
+    """The table of cells and the reasons of those left out are the dry run's alone."""
+    out = Console(file=io.StringIO(), width=200)
+    prepared = prepare(CommandOptions(matrix="smoke", settings=["batch=3"], dry_run=True))
+    show_summary(out, prepared, is_dry=False)
+    assert isinstance(out.file, io.StringIO)
+    title, trials, references, total, left_out = out.file.getvalue().splitlines()
+    assert title.startswith("matrix smoke: ")
+    assert trials.startswith(f"{prepared.trials_to_run} trials to run, about ")
+    assert "if none are cached" in references
+    assert total.endswith(" in total")
+    count = len(prepared.plan.left_out)
+    assert left_out == f"left out: {count} cells ({count} refused); --dry-run shows the reasons"
+
+
 def test_the_list_has_all_kinds_of_pretrained_models() -> None:
-    rows = json.loads(here("list", "workloads", "--json").stdout)
-    kinds = {row["name"]: row["kind"] for row in rows}
-    assert set(kinds["hf:PATH_OR_ID"].split(", ")) == set(AUTO)
+    rows = {row["name"]: row for row in json.loads(here("list", "workloads", "--json").stdout)}
+    assert set(rows["hf:PATH_OR_ID"]["kind"].split(", ")) == set(AUTO)
+    assert rows["resnet-50"]["parameters"] == 25_557_032
+    assert rows["resnet-50"]["vocabulary"] is None
+    models = {
+        row["name"]: row["parameters"]
+        for row in json.loads(here("list", "models", "--json").stdout)
+    }
+    assert models["llama-7b"] == rows["llama-7b"]["parameters"]
+    assert here("plan", "--model", "?").stderr.strip().endswith("python -m bench list models")
 
 
 def test_doctor_says_what_each_strategy_lacks() -> None:
     found = json.loads(here("doctor", "--json").stdout)
     assert {"devices", "libraries", "compiled_ops", "links", "strategies"} <= set(found)
-    assert found["strategies"]["ddp"] == "ready"
+    assert {found["strategies"][name] for name in ("ddp", "three_d", "deepspeed_moe")} == {"ready"}
+    assert not [text for text in found["strategies"].values() if "resnet" in text]
     for part in ("Horovod's controller gloo", "DeepSpeed's cpu_adam"):
         state = found["compiled_ops"].get(part, "built")
         assert state == "built" or "make setup" in state
@@ -152,9 +182,20 @@ def test_doctor_says_what_each_strategy_lacks() -> None:
 
 @pytest.mark.parametrize("command", [name for panel in COMMANDS.values() for name in panel])
 def test_every_command_has_an_example_in_its_help_and_is_in_the_readme(command: str) -> None:
-    shown = CliRunner().invoke(app, [*command.split(), "--help"]).stdout
+    shown = CliRunner().invoke(app, [command, "--help"]).stdout
     assert f"Example: python -m bench {command} " in " ".join(shown.split())
     assert f"python -m bench {command}" in (ROOT / "README.md").read_text()
+
+
+def test_help_names_no_option_that_its_command_lacks() -> None:
+    commands, lacking = typer.main.get_command(app).commands, {}  # type: ignore[attr-defined]
+    for name, command in commands.items():
+        texts = [command.help or "", *(getattr(p, "help", "") or "" for p in command.params)]
+        named = re.findall(r"(?<![\w-])--[a-z][a-z-]*", " ".join(texts))
+        options = {option for p in command.params for option in (*p.opts, *p.secondary_opts)}
+        if wrong := set(named) - options:
+            lacking[name] = wrong
+    assert lacking == {}
 
 
 def test_help_imports_nothing_heavy() -> None:
