@@ -1,0 +1,140 @@
+"""The README and the guides agree with what commands print, and with what has been recorded."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import bench
+from bench.cli import COMMANDS
+from harness.run.runner import ProgressListener
+from harness.seam.registry import strategies
+from tests.command_lines import REFERENCE, ROOT
+from tests.unit.test_cli import here
+
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+H200 = REFERENCE / "h200-141gb"
+ANSWER = re.compile(r"^\$ python -m bench (.*)\n((?:.+\n)+?)```$", re.M)
+"""A block of code with a command and what it prints."""
+
+# Runs a command as on a system that has no /proc, and lacks the functions that only Linux has.
+WITHOUT_LINUX = """
+import builtins, io, os, runpy, sys
+for name in ("sched_getaffinity", "sched_setaffinity", "memfd_create", "pidfd_open", "eventfd"):
+    vars(os).pop(name, None)
+opened = builtins.open
+def opens(file, *words, **options):
+    if str(file).startswith(("/proc", "/sys")):
+        raise FileNotFoundError(file)
+    return opened(file, *words, **options)
+builtins.open = io.open = opens
+sys.path.insert(0, sys.argv.pop(1))
+runpy.run_module("bench", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().split()) <= 700
+
+
+@pytest.mark.parametrize("page", [README, *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+def test_answers_on_a_page_are_those_of_the_command(page: Path) -> None:
+    """A line that ends in `...` is shortened."""
+    for command, answer in ANSWER.findall(page.read_text()):
+        printed = here(*shlex.split(command)).stdout.splitlines()
+        for line, now in zip(answer.splitlines(), printed, strict=False):
+            start = line.removesuffix("...")
+            assert now.startswith(start) if start != line else now == line
+        assert len(printed) >= len(answer.splitlines()) >= 4
+
+
+def test_the_readme_shows_an_answer() -> None:
+    assert [command.split()[0] for command, _ in ANSWER.findall(README.read_text())] == ["fits"]
+
+
+def test_versions_are_those_that_are_supported() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
+    tested = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yaml").read_text())
+    assert tested["jobs"]["quick"]["strategy"]["matrix"]["python"] == named
+    assert f'requires-python = ">={named[0]}"' in project
+    compilers = set()
+    for page in (README, DOCS / "setup.md"):
+        text = " ".join(page.read_text().split())
+        assert set(re.findall(r"Python (3\.\d+) to (3\.\d+)", text)) == {(named[0], named[-1])}
+        compilers.update(re.findall(r"GCC (\d+) to (\d+)", text))
+    assert len(compilers) == 1
+
+
+def verified(folder: Path) -> set[str]:
+    """Returns the suite's strategies with a verified trial in a results folder."""
+    trials = bench.load(folder).trials
+    good = trials[trials["parity_verdict"].isin(("exact", "within tolerance"))]
+    return {json.loads(cell)["strategy"] for cell in good["cell"]}
+
+
+def test_numbers_of_tested_strategies_are_those_of_the_records() -> None:
+    everything = {
+        name for name, cls in strategies().items() if cls.__module__.startswith("harness.")
+    }
+    on_cpus, on_gpu = verified(REFERENCE), verified(H200)
+    for page in (README, DOCS / "tested.md"):
+        text = " ".join(page.read_text().split())
+        assert f"{len(on_cpus)} of {len(everything)} strategies" in text
+        assert re.search(rf"one H200[^|]*\| {len(on_gpu)}( of {len(everything)})? strategies", text)
+    page = DOCS / "tested.md"
+    named = re.search(r"`ok` in neither record: (.*?)\.", page.read_text(), re.S)
+    assert named
+    assert {*re.findall(r"`(\w+)`", named[1])} == everything - on_cpus - on_gpu
+    assert f"all {len(everything)}" in README.read_text()
+
+
+def test_planning_needs_nothing_of_linux(tmp_path: Path) -> None:
+    """As on macOS, of which README and docs/setup.md say so."""
+    commands = (
+        ["fits", "llama-8b", "--gpus", "2 x h100"],
+        ["plan", "--model", "llama-8b", "--gpus", "8 x h100"],
+        ["report", "--results", str(H200), "--format", "md", "--out", "report.md"],
+    )
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_LINUX, str(ROOT), *command],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", [name for panel in COMMANDS.values() for name in panel])
+def test_every_command_is_in_the_index_of_the_documentation(command: str) -> None:
+    assert f"`python -m bench {command}" in (DOCS / "README.md").read_text()
+
+
+def test_every_page_is_in_the_index_of_the_documentation() -> None:
+    text = (DOCS / "README.md").read_text()
+    rows = re.findall(r"^\| \[\w[\w-]*\]\(([\w/.-]+\.md)\) \| \S", text, re.M)
+    pages = {
+        str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if page.parent.name != "studies"
+    }
+    assert sorted(rows) == sorted(
+        {*pages, "../slurm/README.md"} - {"README.md", "glossary.md", "tested.md"}
+    )
+    assert {"glossary.md", "tested.md"} <= set(re.findall(r"\]\(([\w.]+)\)", text))
+
+
+def test_the_python_guide_names_the_whole_interface() -> None:
+    text = (DOCS / "python.md").read_text()
+    assert {name for name in bench.__all__ if f"bench.{name}" not in text} == set()
+    for name, method in inspect.getmembers(ProgressListener, inspect.isfunction):
+        parameters = [*inspect.signature(method).parameters][1:]
+        assert f"| `{name}({', '.join(parameters)})` |" in text
