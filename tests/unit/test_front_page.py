@@ -74,6 +74,18 @@ def test_versions_are_those_that_are_supported() -> None:
     assert len(compilers) == 1
 
 
+@pytest.mark.thorough
+def test_minutes_of_matrices_are_those_of_a_dry_run() -> None:
+    rows = re.findall(
+        r"`python -m bench (run .*?)` \| (\d+) minutes", (DOCS / "gpu.md").read_text()
+    )
+    assert len(rows) == 4
+    for command, minutes in rows:
+        plan = here(*command.split(), "--dry-run", "--host", "h100").stdout
+        (predicted,) = re.findall(r"about (\d+) min \d+ s in total", plan)
+        assert int(minutes) == pytest.approx(int(predicted), rel=0.3)
+
+
 def verified(folder: Path) -> set[str]:
     """Returns the suite's strategies with a verified trial in a results folder."""
     trials = bench.load(folder).trials
