@@ -328,13 +328,13 @@ def _default(name: str) -> object:
 def command_line(**given: object) -> list[str]:
     """Returns options of `bench run` as arguments; leaves out options that are not set."""
     hints = _hints()
-    words: list[str] = []
+    arguments: list[str] = []
     for name, value in given.items():
         # Typer's Option takes the first name of an annotated parameter as its default.
         option = str(hints[name].__metadata__[0].default)
         if isinstance(value, bool):
-            words += [] if value else [option.partition("/")[2]]
+            arguments += [] if value else [option.partition("/")[2]]
         elif value:
             for item in value if isinstance(value, list) else [value]:
-                words += [option, str(item)]
-    return words
+                arguments += [option, str(item)]
+    return arguments

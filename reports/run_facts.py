@@ -209,7 +209,7 @@ class LargestModel:
 
     @property
     def state_bytes(self) -> int | None:
-        return sum(self.result.kept.values()) or None
+        return sum(self.result.kept_bytes.values()) or None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from harness.record.run_record import RunRecord, StepRecord
 from harness.record.store import Store, load
 from harness.record.trial import TrialRecord
 
-KEPT = Path(__file__).parents[1] / "results" / "reference"
+REFERENCE = Path(__file__).parents[1] / "results" / "reference"
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 TIMES = 3
 """Number of measurements per command. The fastest counts, since other programs use the machine
@@ -44,11 +44,11 @@ def name_of(number: int) -> str:
 
 
 def write_first(store: Store, number: int) -> None:
-    reference = load(KEPT)
+    reference = load(REFERENCE)
     run = RunRecord.from_frame(reference.runs)[-1]
     name = name_of(number)
     plan = dataclasses.replace(
-        kept_plan(Store(KEPT), run.run_id), run_id=name, trials=1, until_answered=False
+        kept_plan(Store(REFERENCE), run.run_id), run_id=name, trials=1, until_answered=False
     )
     began = BEGAN + timedelta(hours=number)
     run = dataclasses.replace(run, run_id=name, started_at=began, plan=plan.to_json())

@@ -57,5 +57,5 @@ def _record_line(name: str, data: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    file, *words = sys.argv[1:]
-    slim(Path(file), tuple(words), words == ["--strip"])
+    file, *arguments = sys.argv[1:]
+    slim(Path(file), tuple(arguments), arguments == ["--strip"])

@@ -266,7 +266,7 @@ def show(out: Console, plan: Plan, rows: list[MaxsizeResult]) -> list[str]:
             row.text(row.predicted) if row.predicted else "-",
             f"{row.ratio:.2f}" if row.ratio else "-",
             *peaks,
-            mebibytes(sum(row.kept.values())) if row.kept else "-",
+            mebibytes(sum(row.kept_bytes.values())) if row.kept_bytes else "-",
             row.parity or "-",
         )
     out.print(table)

@@ -108,10 +108,10 @@ def _variables(site: Site, job: ClusterJob) -> Mapping[str, str]:
         "BENCH_GPUS": "" if site.without_gpus() else site.gpus_per_node or "some",
         "BENCH_PYTHON": _python(site),
         "BENCH_CONTAINER": site.container,
-        "BENCH_SRUN": _words(site.srun),
+        "BENCH_SRUN": _quoted(site.srun),
         "BENCH_INTERFACE": site.interface,
         "BENCH_REQUEUES": site.requeues,
-        "BENCH_OPTIONS": _words(job.options),
+        "BENCH_OPTIONS": _quoted(job.options),
     }
     if job.nightly:
         variables |= {
@@ -127,7 +127,7 @@ def _variables(site: Site, job: ClusterJob) -> Mapping[str, str]:
     return {name: str(value) for name, value in variables.items()}
 
 
-def _words(arguments: Sequence[str]) -> str:
+def _quoted(arguments: Sequence[str]) -> str:
     return " ".join(shlex.quote(word) for word in arguments)
 
 

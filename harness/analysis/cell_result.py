@@ -347,7 +347,7 @@ def causes_of(trial: TrialRecord) -> tuple[Cause, ...]:
 
 def disturbance_in_words(trial: TrialRecord, causes: Collection[Cause]) -> str:
     """Formats as `trial 2: 1.30 cores used by others, 40% idle before`."""
-    seen = [finding.words for finding in gpus_of(trial).findings()]
+    seen = [finding.sentence for finding in gpus_of(trial).findings()]
     if "busy" in causes:
         if trial.foreign_load_cores is not None:
             seen.append(f"{trial.foreign_load_cores:.2f} cores used by others")

@@ -40,7 +40,7 @@ def change_points(values: Sequence[float], smallest: float) -> list[int]:
     logs = [math.log(value) for value in values]
     edges = _split(logs, 0, smallest)
     for i in range(len(edges)):
-        edges[i] = _place(logs, ([0, *edges])[i], edges[i], ([*edges, len(logs)])[i + 1])
+        edges[i] = _refined(logs, ([0, *edges])[i], edges[i], ([*edges, len(logs)])[i + 1])
     while edges and (
         weak := [
             i
@@ -52,7 +52,7 @@ def change_points(values: Sequence[float], smallest: float) -> list[int]:
     return edges
 
 
-def _place(logs: Sequence[float], begin: int, cut: int, end: int) -> int:
+def _refined(logs: Sequence[float], begin: int, cut: int, end: int) -> int:
     """Returns the split with the least absolute deviations from both medians. A rank sum detects
     changes, but locates them less well. Deviations are capped at the size of the change, so that
     outlying runs have no influence."""

@@ -53,7 +53,7 @@ class MaxsizeResult:
     peak_memory_bytes: int | None = None
     setup_peak_memory_bytes: int | None = None
     parity: str | None = None
-    kept: Mapping[str, int] = field(default_factory=dict)
+    kept_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes that the fullest rank keeps between steps, by kind."""
     buffers: Mapping[str, int] = field(default_factory=dict)
     failed_in: str | None = None
@@ -252,10 +252,10 @@ class FinishedSearch:
         smallest: TrialRecord | None,
     ) -> MaxsizeResult:
         predicted, trials = self.predicted[cell.id], self.trials.get(cell.id, ())
-        buffers, kept = {}, {}
+        buffers, kept_bytes = {}, {}
         if best:
             buffers = json.loads(best.library_buffers or "{}")
-            kept = {
+            kept_bytes = {
                 kind: max(getattr(best, f"{column}_bytes"), default=0)
                 for kind, column in COLUMNS.items()
             }
@@ -273,7 +273,7 @@ class FinishedSearch:
             peak_memory_bytes=best.peak_memory_bytes if best else None,
             setup_peak_memory_bytes=best.setup_peak_memory_bytes if best else None,
             parity=best.parity_verdict if best else None,
-            kept=kept,
+            kept_bytes=kept_bytes,
             buffers=buffers,
             failed_in=smallest.failed_in if smallest else None,
             failure=smallest.reason if smallest and smallest.status != "out_of_memory" else "",

@@ -241,7 +241,7 @@ def _disturbance(trials: Sequence[TrialRecord]) -> Disturbance:
     counts = Counter(cause for _, causes in by_trial for cause in causes)
     descriptions = tuple(disturbance_in_words(trial, causes) for trial, causes in by_trial)
     records = [gpus_of(trial) for trial in trials]
-    findings = [finding.words for record in records for finding in record.findings()]
+    findings = [finding.sentence for record in records for finding in record.findings()]
     unanswered = [reason for record in records for reason in record.unanswered]
     return Disturbance(
         trials=len(descriptions),

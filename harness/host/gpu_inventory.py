@@ -111,7 +111,7 @@ def _visible(variable: str | None) -> tuple[Gpu, ...]:
         numbers = list(physical)
         if variable is not None:
             uuids = [_uuid(library, gpu) for gpu in physical.values()]
-            numbers = [numbers[index] for index in _places(variable, uuids)]
+            numbers = [numbers[index] for index in _indices(variable, uuids)]
         first_slice = next((slices[number][0] for number in numbers if slices[number]), None)
         if first_slice is not None:
             return _identities(library, [first_slice])
@@ -139,14 +139,14 @@ def _named_slice(library: Nvml, name: str, slices: Sequence[Handle]) -> Handle |
     return matching[0] if len(matching) == 1 else None
 
 
-def _places(variable: str, uuids: Sequence[str]) -> list[int]:
+def _indices(variable: str, uuids: Sequence[str]) -> list[int]:
     chosen: list[int] = []
     by_uuid = variable.startswith("GPU-")
     for word in variable.split(","):
         digits = re.match(r"[+-]?\d+", word.strip(), re.ASCII)
         index = int(digits[0]) if digits else -1
         if by_uuid:
-            matching = [place for place, uuid in enumerate(uuids) if uuid.startswith(word)]
+            matching = [i for i, uuid in enumerate(uuids) if uuid.startswith(word)]
             index = matching[0] if len(matching) == 1 else -1
         if index in chosen:
             return []

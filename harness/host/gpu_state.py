@@ -170,7 +170,7 @@ def as_json(states: Sequence[GpuState] | Sequence[GpuUse]) -> str | None:
 @dataclass(frozen=True)
 class GpuFinding:
     cause: Literal["shared", "throttled"]
-    words: str
+    sentence: str
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from types import ModuleType
 from harness.cell.errors import UsageError
 
 MOST_SHOWN = 200
-PLACE = re.compile(r"(?P<place>.+):(?P<name>[A-Za-z_]\w*)")
+USER_CLASS = re.compile(r"(?P<source>.+):(?P<name>[A-Za-z_]\w*)")
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class UserClass:
 
 def names_user_class(name: str) -> bool:
     """Returns whether a name is FILE:NAME or MODULE:NAME."""
-    return PLACE.fullmatch(name) is not None and not name.startswith("hf:")
+    return USER_CLASS.fullmatch(name) is not None and not name.startswith("hf:")
 
 
 def user_class(name: str) -> UserClass:
     """Imports FILE:NAME or MODULE:NAME; raises UsageError that says what is missing."""
-    match = PLACE.fullmatch(name)
+    match = USER_CLASS.fullmatch(name)
     assert match is not None
-    source = match["place"]
+    source = match["source"]
     if source.endswith(".py"):
         source = str(Path(source).expanduser().resolve())
     return _imported(source, match["name"])

@@ -227,7 +227,7 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-class _Own:
+class _ProcessState:
     """State that a `_LauncherProcess` keeps between trials."""
 
     launcher: Launcher
@@ -238,7 +238,7 @@ def _begin(packages: Sequence[str], waited: MutableSequence[float]) -> None:
     die_with_parent()
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _Own.launcher, _Own.waited = Launcher(packages), waited
+    _ProcessState.launcher, _ProcessState.waited = Launcher(packages), waited
 
 
 def _warm() -> int:
@@ -250,9 +250,9 @@ def _warm() -> int:
 
 
 def _waited() -> float:
-    total, since = _Own.waited
+    total, since = _ProcessState.waited
     return float(total + (time.monotonic() - since if since else 0.0))
 
 
 def _launch(cell: Cell, data: DataSource, processes: int, more: LaunchOptions) -> Outcome:
-    return _Own.launcher.run(cell, data, processes, waited=_waited, **more)
+    return _ProcessState.launcher.run(cell, data, processes, waited=_waited, **more)

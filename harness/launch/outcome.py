@@ -123,7 +123,7 @@ def classify_end(cell: Cell, processes: int, outputs: RankOutputs, lost: str = "
         why = missing(outputs.groups, outputs.stacks)
         recorded = "".join([f"; {why}" if why else "", "; its ranks' stacks are recorded"])
         limit = f"still running after its time limit of {cell.time_limit_seconds:g} s"
-        return ended("timeout", (outputs.hang.words() if outputs.hang else limit) + recorded)
+        return ended("timeout", (outputs.hang.description() if outputs.hang else limit) + recorded)
     silent = [answer.rank for answer in answers if answer.silent]
     failed = sorted(
         ((answer.rank, answer.failure) for answer in answers if answer.failure),

@@ -52,7 +52,7 @@ class Hang:
     seconds: float
     doing: dict[int, str]
 
-    def words(self) -> str:
+    def description(self) -> str:
         doing = sorted(set(self.doing.values()))
         return f"hangs: no rank made progress for {self.seconds:.0f} s in {', '.join(doing)}"
 

@@ -76,7 +76,7 @@ class CpuTime:
     """Time of a rank's counted steps."""
 
     seconds: float = 0.0
-    own: float = 0.0
+    rank_seconds: float = 0.0
     """CPU seconds of the rank and its children, such as a compiler's workers."""
     busy: float | None = 0.0
     """CPU seconds of the whole machine; None if unknown."""
@@ -89,11 +89,11 @@ class CpuTime:
 
     def plus_since(self, begun: CpuTime) -> CpuTime:
         now = CpuTime.now()
-        known = None not in (self.busy, begun.busy, now.busy)
+        is_known = None not in (self.busy, begun.busy, now.busy)
         return CpuTime(
             self.seconds + now.seconds - begun.seconds,
-            self.own + now.own - begun.own,
-            (self.busy or 0.0) + (now.busy or 0.0) - (begun.busy or 0.0) if known else None,
+            self.rank_seconds + now.rank_seconds - begun.rank_seconds,
+            (self.busy or 0.0) + (now.busy or 0.0) - (begun.busy or 0.0) if is_known else None,
         )
 
 
@@ -112,7 +112,7 @@ def foreign_load(ranks: Sequence[CpuTime]) -> float | None:
     machine."""
     if not ranks or ranks[0].busy is None or not ranks[0].seconds:
         return None
-    return max(0.0, (ranks[0].busy - sum(rank.own for rank in ranks)) / ranks[0].seconds)
+    return max(0.0, (ranks[0].busy - sum(rank.rank_seconds for rank in ranks)) / ranks[0].seconds)
 
 
 _LIMITERS = {

@@ -157,11 +157,11 @@ def _receive(file: Path, fact: FileFact, chunk: Callable[[int], str]) -> None:
 
 
 def in_own_cache(spec: TrialSpec) -> TrialSpec:
-    def own(path: str | None) -> str | None:
+    def local(path: str | None) -> str | None:
         return path and str(cache_folder() / _below_cache(path))
 
-    data = dataclasses.replace(spec.data, tokens_file=own(spec.data.tokens_file))
-    return dataclasses.replace(spec, data=data, reference=own(spec.reference))
+    data = dataclasses.replace(spec.data, tokens_file=local(spec.data.tokens_file))
+    return dataclasses.replace(spec, data=data, reference=local(spec.reference))
 
 
 Message: TypeAlias = tuple[str, Any]

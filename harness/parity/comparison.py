@@ -96,11 +96,11 @@ class _Comparison:
         self.names = set(final.keys())
         self.has_moments = any(name.partition("/")[0] in MOMENTS for name in self.names)
 
-    def known(self, name: str) -> str:
+    def reference_name(self, name: str) -> str:
         return name if name in self.norms else self.tied.get(name, name)
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        key = of_replica(self.replica, f"parameters/{self.known(name)}")
+        key = of_replica(self.replica, f"parameters/{self.reference_name(name)}")
         return tuple(self.final.get_slice(key).get_shape()) if key in self.names else None
 
     def expected(self, key: str, like: Tensor) -> Tensor | None:
@@ -119,7 +119,7 @@ class _Comparison:
         """Returns a parameter's deviations: update, element, decay and direction."""
         import torch
 
-        reference = self.known(name)
+        reference = self.reference_name(name)
         if reference in self.frozen:
             expected_digest = self.frozen[reference]
             # Packed weights may be stored as another dtype, with the same bytes.
@@ -167,7 +167,7 @@ class _Comparison:
 
     def moment(self, name: str, kind: str, tensor: Tensor) -> tuple[float, float]:
         """Returns an optimizer state's deviations `moments` and `coarse`."""
-        reference = self.known(name)
+        reference = self.reference_name(name)
         expected = self.expected(f"{kind}/{reference}", tensor)
         if expected is None:
             return math.inf, 0.0
@@ -204,7 +204,7 @@ class RunningStatistics:
 
         self.model, self.parts = model, parts
         self.replicas = [n for n in range(2, parts + 1) if parts % n == 0]
-        self.kept: dict[str, Tensor] = {}
+        self.statistics: dict[str, Tensor] = {}
         for name, module in model.named_modules():
             if isinstance(module, _BatchNorm) and module.track_running_stats and self.replicas:
                 self._follow(name, module)
@@ -212,7 +212,7 @@ class RunningStatistics:
     def by_replicas(self) -> dict[str, Tensor]:
         """Returns floating-point buffers by `REPLICAS/NAME`."""
         everything = {f"1/{name}": buffer for name, buffer in trained_buffers(self.model)}
-        return everything | self.kept
+        return everything | self.statistics
 
     def _follow(self, name: str, module: _BatchNorm) -> None:
         calls = 0
@@ -220,7 +220,7 @@ class RunningStatistics:
         for replicas in self.replicas:
             for statistic in STATISTICS:
                 key = f"{replicas}/{name}.{statistic}"
-                self.kept[key] = getattr(module, statistic).clone()
+                self.statistics[key] = getattr(module, statistic).clone()
 
         def remember(*_: object) -> None:
             for statistic in STATISTICS:
@@ -232,7 +232,7 @@ class RunningStatistics:
             for replicas in self.replicas:
                 if part < self.parts // replicas:
                     for statistic, old in before.items():
-                        statistics = self.kept[f"{replicas}/{name}.{statistic}"]
+                        statistics = self.statistics[f"{replicas}/{name}.{statistic}"]
                         moved = getattr(module, statistic) - old
                         statistics += moved + (module.momentum or 0.0) * (old - statistics)
 

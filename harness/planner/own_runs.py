@@ -67,8 +67,8 @@ def _of_table(file: Path, gpu: GpuModel) -> Iterator[Training]:
 def _of_row(row: dict[str, str]) -> Training:
     size = int(row["parameters"])
     # Other scripts have other names for the same models.
-    known = [shape for shape in named_shapes().values() if shape.parameters == size]
-    shape = known[0] if known else parse_shape(row["model"])
+    same_size = [shape for shape in named_shapes().values() if shape.parameters == size]
+    shape = same_size[0] if same_size else parse_shape(row["model"])
     recipe = Recipe(
         precision="bf16" if "autocast" in row["weights"] else "pure-bf16",
         adapter=None if row["method"] == "full" else Adapter(dora="dora" in row["method"]),

@@ -168,7 +168,7 @@ class Search:
     runner: Runner
     listener: ProgressListener
     position: int = 0
-    _known: dict[tuple[str, int], list[str]] = field(default_factory=dict)
+    _statuses: dict[tuple[str, int], list[str]] = field(default_factory=dict)
 
     def run(self) -> bool:
         """Runs the search. Returns False if it was interrupted."""
@@ -177,11 +177,11 @@ class Search:
         for row in (
             store.load([plan.run_id], steps=False).trials.sort_values("attempt").to_dict("records")
         ):
-            self._known.setdefault((str(row["cell_id"]), int(row["trial"])), []).append(
+            self._statuses.setdefault((str(row["cell_id"]), int(row["trial"])), []).append(
                 str(row["status"])
             )
         for left in plan.left_out:
-            if (left.cell.id, 0) not in self._known:
+            if (left.cell.id, 0) not in self._statuses:
                 store.write_trial(left_out_record(plan.run_id, left.cell, left.status, left.reason))
         launcher = self.runner.start(plan.cells)
         try:
@@ -221,7 +221,7 @@ class Search:
         return status == "ok"
 
     def _status(self, launcher: LauncherProtocol, cell: Cell, trial: int) -> str:
-        statuses = self._known.setdefault((cell.id, trial), [])
+        statuses = self._statuses.setdefault((cell.id, trial), [])
         while (
             not statuses
             or statuses[-1] == "interrupted"

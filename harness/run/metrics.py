@@ -259,7 +259,7 @@ def _with_states(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRec
     states = [rank.states for rank in ranks]
     fullest = max(states, key=lambda rank: rank.state_bytes["library"])
 
-    def kept(kind: str) -> tuple[int, ...]:
+    def bytes_by_rank(kind: str) -> tuple[int, ...]:
         return tuple(rank.state_bytes[kind] for rank in states)
 
     def distinct(dtypes: Sequence[Sequence[str]]) -> tuple[str, ...]:
@@ -271,11 +271,11 @@ def _with_states(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRec
         parameter_dtypes=distinct([rank.parameter_dtypes for rank in states]),
         gradient_dtypes=distinct([rank.gradient_dtypes for rank in states]),
         optimizer_state_dtypes=distinct([rank.optimizer_state_dtypes for rank in states]),
-        parameter_bytes=kept("parameters"),
-        gradient_bytes=kept("gradients"),
-        optimizer_bytes=kept("optimizer"),
-        library_bytes=kept("library"),
-        host_state_bytes=kept("host"),
+        parameter_bytes=bytes_by_rank("parameters"),
+        gradient_bytes=bytes_by_rank("gradients"),
+        optimizer_bytes=bytes_by_rank("optimizer"),
+        library_bytes=bytes_by_rank("library"),
+        host_state_bytes=bytes_by_rank("host"),
         library_buffers=json.dumps(fullest.library_buffers),
     )
 
@@ -293,7 +293,7 @@ def _with_traffic(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRe
         offload_read_bytes_per_step=sum(read) if read else None,
         offload_written_bytes_per_step=sum(written) if written else None,
         # All ranks see the same folder.
-        offload_kept_bytes=max(o.kept for o in offload),
+        offload_kept_bytes=max(o.folder_bytes for o in offload),
     )
 
 

@@ -50,14 +50,14 @@ class PreparedTrial:
         and `key` decide whether and when it rewinds. `timed_steps`: number of timed steps of an
         interleaved trial."""
         self.cell, self.key, self.position, self.reference = cell, key, position, reference
-        self.known = reference if reference and reference.exists else None
-        if self.known:
-            mark_used(self.known)
+        self.existing_reference = reference if reference and reference.exists else None
+        if self.existing_reference:
+            mark_used(self.existing_reference)
         self.gpus = cell.devices // cell.nodes if cell.device == "cuda" else 0
         self.workload = make_workload(cell.workload)
         self.strategy, self.layout = validate(cell, self.workload)
         more: LaunchOptions = {
-            "reference": self.known.folder if self.known else None,
+            "reference": self.existing_reference.folder if self.existing_reference else None,
             "max_restarts": self.strategy.capabilities.max_restarts,
             "command": own_command(self.strategy, cell),
         }
@@ -99,7 +99,7 @@ class PreparedTrial:
 
     def _why_not_rewound(self, timed_seconds: float | None) -> str:
         cell = self.cell
-        if self.known is None:
+        if self.existing_reference is None:
             return "there is no reference run to compare with"
         if cell.checkpoint != "none":
             return "its state is saved and loaded instead"

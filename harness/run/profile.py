@@ -89,7 +89,7 @@ def _with_times(
     record: ProfileRecord, ranks: Sequence[ProfiledAnswer], servers: int
 ) -> ProfileRecord:
     """Adds the components of the median step, by the time of its slowest rank."""
-    profiled = [[_known(step) for step in rank.profiled] for rank in ranks]
+    profiled = [[_without_unknown(step) for step in rank.profiled] for rank in ranks]
     slowest = [max(step["step"] for step in steps) for steps in zip(*profiled, strict=True)]
     middle = sorted(range(len(slowest)), key=lambda i: slowest[i])[len(slowest) // 2]
     steps = [rank[middle] for rank in profiled]
@@ -129,7 +129,7 @@ def _on_gpus(steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     return {f"{name}_seconds": tuple(step[name] for step in by_rank) for name in names}
 
 
-def _known(step: Mapping[str, float | None]) -> dict[str, float]:
+def _without_unknown(step: Mapping[str, float | None]) -> dict[str, float]:
     return {name: seconds for name, seconds in step.items() if seconds is not None}
 
 

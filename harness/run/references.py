@@ -160,7 +160,7 @@ class ReferenceRuns:
         cell, reference = prepared.cell, prepared.reference
         if reference is None:
             return verified(prepared, outcome, "a probe is not compared with a reference run")
-        if prepared.known is None or outcome.status != "ok":
+        if prepared.existing_reference is None or outcome.status != "ok":
             return verified(prepared, outcome, self.failures.get(reference.folder, ""))
         self._learn_losses(launcher, cell, reference, outcome)
         verification = verified(prepared, outcome)
@@ -254,7 +254,7 @@ def _ranks_agree(cell: Cell, step: int) -> bool:
 def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Verification:
     """Returns a trial's verdict. Without a reference it is `unknown`, with the reason `why_not`.
     Until the reference's drift is measured, later losses must stay in the narrowest envelope."""
-    cell, reference = prepared.cell, prepared.known
+    cell, reference = prepared.cell, prepared.existing_reference
     noise = noise_for(cell, reference) if reference else None
     reference_losses = reference.facts["losses"][: cell.parity_steps] if reference else []
     if outcome.status != "ok":

@@ -141,12 +141,12 @@ class CostModel:
         if not self.capabilities.stages:
             return float(activation_bytes(workload, *size, *split))
         ends, block, recomputed = activations_by_depth(workload, *size, *split)
-        own, most = self.pipeline_stages(layout), 0.0
-        count, forwards_first = sum(map(len, own)), self.pipeline_schedule in FORWARDS_FIRST
-        for rank, stages in enumerate(own):
+        rank_stages, most = self.pipeline_stages(layout), 0.0
+        count, forwards_first = sum(map(len, rank_stages)), self.pipeline_schedule in FORWARDS_FIRST
+        for rank, stages in enumerate(rank_stages):
             blocks = sum(len(blocks_of_stage(workload.blocks, stage, count)) for stage in stages)
             forwards = in_flight(
-                self.pipeline_schedule, rank, len(own), len(stages), cell.micro_batches
+                self.pipeline_schedule, rank, len(rank_stages), len(stages), cell.micro_batches
             )
             held = forwards / len(stages) * blocks * block + recomputed
             if count - 1 in stages:

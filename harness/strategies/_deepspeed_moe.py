@@ -61,7 +61,7 @@ class Mixture(nn.Module):
         self.first = first
         with torch.no_grad():
             self.router.copy_(router)
-            for number, expert in enumerate(self.own, first):
+            for number, expert in enumerate(self.local_experts, first):
                 for part, tensor in zip(PARTS, whole, strict=True):
                     expert.get_parameter(part).copy_(tensor[number])
 
@@ -71,9 +71,9 @@ class Mixture(nn.Module):
         return self.moe.deepspeed_moe.gate.wg.weight  # type: ignore[no-any-return]
 
     @property
-    def own(self) -> Sequence[nn.Module]:
-        own: Sequence[nn.Module] = self.moe.deepspeed_moe.experts.deepspeed_experts
-        return own
+    def local_experts(self) -> Sequence[nn.Module]:
+        experts: Sequence[nn.Module] = self.moe.deepspeed_moe.experts.deepspeed_experts
+        return experts
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Maps (samples, tokens, hidden) to the same shape."""
@@ -126,7 +126,9 @@ def whole_parameters(
         group = groups._get_expert_parallel_group(mixture.moe.expert_group_name)
         for part in PARTS:
             experts = f"{layer}.experts.deepspeed_experts"
-            shards = [parameters[f"{experts}.{i}.{part}"] for i in range(len(mixture.own))]
+            shards = [
+                parameters[f"{experts}.{i}.{part}"] for i in range(len(mixture.local_experts))
+            ]
             mine = torch.stack([tensor.detach() for tensor in shards])
             every = [torch.empty_like(mine) for _ in range(mixture.moe.ep_size)]
             dist.all_gather(every, mine, group=group)

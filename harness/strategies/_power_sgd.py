@@ -49,7 +49,7 @@ class PowerSgd(Emulation):
         model = job.model()
         optimizer = job.optimizer_of(model)
         buckets: list[Bucket] = []
-        job.register(model, optimizer).library = lambda: [t for b in buckets for t in b.kept()]
+        job.register(model, optimizer).library = lambda: [t for b in buckets for t in b.retained()]
         parts_job = dataclasses.replace(
             job, cell=job.cell.model_copy(update={"micro_batches": parts})
         )
@@ -120,7 +120,7 @@ class Bucket:
             for index in self.factors
         }
 
-    def kept(self) -> Iterator[Retained]:
+    def retained(self) -> Iterator[Retained]:
         for index, factor in self.factors.items():
             yield "library", f"factor of gradient {index}", factor
             for error in self.errors[index]:

@@ -314,8 +314,8 @@ class Loop:
         )
         if self._counted_from is not None:
             self.paused_seconds += time.perf_counter() - began
-            own = self.cpu_time.own + pause.control_cpu_seconds
-            self.cpu_time = replace(self.cpu_time, own=own)
+            seconds = self.cpu_time.rank_seconds + pause.control_cpu_seconds
+            self.cpu_time = replace(self.cpu_time, rank_seconds=seconds)
         if agree and pause.largest:
             wanted = math.ceil(self.spec.timed_seconds / pause.largest)
             self.planned = max(self.planned, min(wanted, MOST_TIMED_STEPS))

@@ -18,7 +18,7 @@ _MPI = {
     "LOCAL_RANK": "LOCAL_RANK",
     "LOCAL_WORLD_SIZE": "LOCAL_SIZE",
 }
-_KEPT: list[object] = []
+_OPEN_STORES: list[object] = []
 
 
 def main(spec_file: str) -> None:
@@ -28,7 +28,7 @@ def main(spec_file: str) -> None:
             os.environ[name] = os.environ[f"OMPI_COMM_WORLD_{of_mpi}"]
     if CLIENT.keys() - os.environ.keys():  # no store is open
         if os.environ["RANK"] == "0":
-            _KEPT.append(open_store(LOOPBACK, int(os.environ["MASTER_PORT"])))
+            _OPEN_STORES.append(open_store(LOOPBACK, int(os.environ["MASTER_PORT"])))
         os.environ |= CLIENT
     run_rank(spec)
     # mpirun kills all ranks when one exits without MPI_Finalize, so each waits for all answers.

@@ -18,7 +18,7 @@ class Offload:
     read: float | None
     """Bytes read per step; None if unknown."""
     written: float | None
-    kept: int
+    folder_bytes: int
     """Bytes in the offload folder."""
 
 

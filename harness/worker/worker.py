@@ -67,7 +67,7 @@ def nccl_variables(links: str, node_name: str) -> dict[str, str]:
 
 # Objects that must live until _exit. A rank that drops its DDP model can hang: the Reducer's
 # destructor holds the GIL while it joins gloo's thread, which waits for the GIL.
-_KEPT: list[Any] = []
+_NEVER_FREED: list[Any] = []
 
 # Messages of a rank that lost another one, so its failure is a consequence.
 _LOST_PEER = (
@@ -187,7 +187,7 @@ def _prepare_process(spec: TrialSpec, rank: int) -> Control | None:
     _flush()
     os.dup2(log, 1)
     os.dup2(log, 2)
-    _KEPT.append(stacks := open(stacks_file(spec.scratch, rank), "w"))  # noqa: SIM115
+    _NEVER_FREED.append(stacks := open(stacks_file(spec.scratch, rank), "w"))  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     cores = spec.cores[local_rank]
     with contextlib.suppress(OSError):
@@ -364,7 +364,7 @@ def _set_up(
         )
     job.require_model()
     job.train_state.schedules = tuple(job.recipe.schedulers)
-    _KEPT.extend([job, step])
+    _NEVER_FREED.extend([job, step])
     return step, job
 
 

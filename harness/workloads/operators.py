@@ -75,8 +75,8 @@ def _over_blocks(workload: Workload, count: Callable[[Workload], int]) -> int | 
     """Extrapolates from one and two blocks; None unless the name is FAMILY-HIDDENxBLOCKS."""
     if not (pair := workload.of_one_and_two_blocks):
         return None
-    one, two = (count(make_workload(name)) for name in pair)
-    return one + (workload.blocks - 1) * (two - one)
+    single, double = (count(make_workload(name)) for name in pair)
+    return single + (workload.blocks - 1) * (double - single)
 
 
 @functools.cache
@@ -93,7 +93,9 @@ def activation_bytes(
     parameters, buffers and parameter gradients. `precision`: fp32, or the precision of autocast.
     `tensor_ranks` split each layer of a block and, with `sequence_parallel`, the sequence."""
     size, split = (samples, sequence_length, recompute), (tensor_ranks, sequence_parallel)
-    counted = _over_blocks(workload, lambda one: activation_bytes(one, *size, precision, *split))
+    counted = _over_blocks(
+        workload, lambda model: activation_bytes(model, *size, precision, *split)
+    )
     if counted is not None:
         return counted
     if initialises_cuda(workload):
@@ -116,8 +118,8 @@ def activations_by_depth(
         if None in shallow:
             whole = activation_bytes(workload, *size, kind, *split) / max(1, workload.blocks)
             return whole, whole
-        one, two = (activation_bytes(made, *size, kind, *split) for made in shallow if made)
-        return one, two - one
+        single, double = (activation_bytes(made, *size, kind, *split) for made in shallow if made)
+        return single, double - single
 
     first, whole_block = one_and_next("none")
     block = whole_block if recompute == "none" else one_and_next(recompute)[1]
@@ -134,7 +136,7 @@ def recomputed_flops(
     `whole_blocks`: do not stop at the last tensor that backward needs.
     """
     setting = (sequence_length, recompute, whole_blocks)
-    counted = _over_blocks(workload, lambda one: recomputed_flops(one, *setting))
+    counted = _over_blocks(workload, lambda model: recomputed_flops(model, *setting))
     if counted is not None:
         return counted
     computed_once = _operations(workload, sequence_length, "none", False)

@@ -125,7 +125,7 @@ def test_a_slowed_gpu_is_marked_and_a_power_cap_at_the_default_is_not(
     state = replace(COOL, **changed)  # type: ignore[arg-type]
     told = record(before=state)
     expected = [f"GPU 3 just before: {words}"] if words else []
-    assert [one.words for one in told.findings()] == expected
+    assert [one.sentence for one in told.findings()] == expected
     assert bool(disturbances(None, None, None, told)) == (words is not None)
 
 
@@ -133,7 +133,7 @@ def test_other_processes_mark_the_trial() -> None:
     processes = (GpuProcess(4711, 3 * GIB), GpuProcess(4712, GIB))
     told = record(after=replace(COOL, processes=processes))
     words = "GPU 3 just after: 2 other processes with 4.0 GiB"
-    assert [one.words for one in told.findings()] == [words]
+    assert [one.sentence for one in told.findings()] == [words]
     assert disturbances(0.0, 1.0, 1.0, told) == ("shared",)
     assert disturbances(9.0, 1.0, 1.0, told) == ("busy", "shared")
 
@@ -143,7 +143,7 @@ def test_a_power_limit_below_the_default_is_marked_if_it_held_the_gpu_back() -> 
     lowered = replace(COOL, power_limit_watts=450.0, reasons=("power cap",))
     words = "GPU 3: held back by a power limit of 450 W; the default is 700 W"
     use = GpuUse(("GPU-x",), 10.0, {"power": 9.0}, (lowered,))
-    assert [one.words for one in record(use=use).findings()] == [words]
+    assert [one.sentence for one in record(use=use).findings()] == [words]
     at_default = replace(use, states=(replace(COOL, reasons=("power cap",)),))
     assert record(use=at_default).findings() == []
     free = replace(lowered, reasons=())
@@ -178,7 +178,7 @@ def test_seconds_held_back_by_heat_are_counted_over_the_timed_steps(
         {"power": 0.0, "temperature": pytest.approx(seconds)},
     )
     words = "rank 0: held back by heat for 0.3 of 10.0 timed seconds"
-    findings = [one.words for one in record(use=use).findings()]
+    findings = [one.sentence for one in record(use=use).findings()]
     assert findings == ([words] if is_marked else [])
 
 

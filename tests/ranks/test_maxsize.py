@@ -52,7 +52,7 @@ def test_the_largest_model_is_found_to_one_block_and_verified(table, strategy: s
     assert row.next_parameters - row.parameters == row.step
     assert row.failed_in in ("forward", "backward", "update")
     assert 0.4 < row.ratio < 1.15, "the formula omits stacks and heap: 60 of these 160 MiB"
-    assert sum(row.kept.values()) < row.peak_memory_bytes < BUDGET + STACKS
+    assert sum(row.kept_bytes.values()) < row.peak_memory_bytes < BUDGET + STACKS
     assert row.setup_peak_memory_bytes < row.peak_memory_bytes
 
 

@@ -61,7 +61,7 @@ def answer(
         busy_fraction=None,
         offload=None,
         sent_bytes_per_step=20.0,
-        cpu_time=CpuTime(seconds=2.0, own=1.5, busy=3.5),
+        cpu_time=CpuTime(seconds=2.0, rank_seconds=1.5, busy=3.5),
         joules_per_step=4.0,
         states=RankStates(
             parameter_dtypes=("float32",),

@@ -386,11 +386,11 @@ def test_offload_leaves_what_is_gathered_and_reduced_on_the_gpu() -> None:
         )
         states = STATES[precision]
         shards = shape.parameters / 8
-        assert on_gpu.kept - on_host.kept == pytest.approx(
+        assert on_gpu.resident - on_host.resident == pytest.approx(
             (states.parameter + states.optimizer) * shards
         )
-        assert on_gpu.loss - on_host.loss == pytest.approx(on_gpu.kept - on_host.kept)
-        reduced = on_gpu.backward - on_host.backward - (on_gpu.kept - on_host.kept)
+        assert on_gpu.loss - on_host.loss == pytest.approx(on_gpu.resident - on_host.resident)
+        reduced = on_gpu.backward - on_host.backward - (on_gpu.resident - on_host.resident)
         assert 0 < reduced < states.gradient * shards
 
 

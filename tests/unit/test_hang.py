@@ -88,7 +88,7 @@ def test_silence_is_a_hang_after_its_time(tmp_path: Path, clock: Clock) -> None:
     found = looks(watch, 2)
     assert found is not None
     assert found.doing == {0: "step 3", 1: "step 3"}
-    assert {"15", "3"} <= set(found.words().split())
+    assert {"15", "3"} <= set(found.description().split())
 
 
 def test_ten_times_the_longest_phase_is_allowed(tmp_path: Path, clock: Clock) -> None:

@@ -171,7 +171,7 @@ def test_a_search_is_recorded_and_told_as_a_table(tmp_path: Path) -> None:
     assert row.parameters == parameters_of(cell_at_size(base(), 20))
     assert row.next_parameters == parameters_of(cell_at_size(base(), 21))
     assert row.next_parameters - row.parameters == row.step
-    assert row.kept == {"parameters": 2, "gradients": 0, "optimizer": 3, "library": 0}
+    assert row.kept_bytes == {"parameters": 2, "gradients": 0, "optimizer": 3, "library": 0}
     assert runner.asked.count((20, 1, False)) == 1
     assert sum(row.fill.values()) == BUDGET
     assert dict(row.responsible)["a bucket"] == 2**24

@@ -241,14 +241,14 @@ def test_a_childs_work_counts_for_its_rank(
         child.stdout.readline()  # it has worked and is still alive
         load = CpuTime().plus_since(begun)
         child.kill()
-    assert load.own >= 0.35
+    assert load.rank_seconds >= 0.35
 
 
 def test_foreign_load_is_what_the_cores_did_beyond_the_ranks() -> None:
     """In 2 s all cores were busy for 3.5 s and both ranks for 1.5 s: 0.25 cores did other work."""
     row = figures(CELL, [answer(0, [1.0]), answer(1, [1.0])], FACTS, None)
     assert row.foreign_load_cores == 0.25
-    unknown = CpuTime(seconds=2.0, own=1.5, busy=None)
+    unknown = CpuTime(seconds=2.0, rank_seconds=1.5, busy=None)
     row = figures(CELL, [answer(0, [1.0], cpu_time=unknown), answer(1, [1.0])], FACTS, None)
     assert row.foreign_load_cores is None
     assert foreign_load([CpuTime(2.0, 2.5, 2.4)]) == 0.0, (

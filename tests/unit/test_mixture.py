@@ -188,7 +188,7 @@ def test_deepspeeds_layer_computes_what_transformers_does(workload: str) -> None
     for output in outputs:
         F.mse_loss(output, torch.ones_like(output)).backward()
     torch.testing.assert_close(own.gate.weight.grad, other.router.grad)
-    stacked = torch.stack([expert.down_proj.grad for expert in other.own])
+    stacked = torch.stack([expert.down_proj.grad for expert in other.local_experts])
     torch.testing.assert_close(own.experts.down_proj.grad, stacked)
 
 

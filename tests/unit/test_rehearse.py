@@ -123,7 +123,7 @@ def test_an_uneven_growth_is_not_extrapolated() -> None:
     even = at_depth([peaks(100 + 10 * d, d) for d in DEPTHS], 32)
     assert even is not None
     assert sum(even.peak()[1].values()) == 100 + 10 * 32
-    assert even.kept == 100 + 10 * 32
+    assert even.resident == 100 + 10 * 32
     assert (
         at_depth([peaks(size, d) for size, d in zip((130, 140, 151), DEPTHS, strict=True)], 32)
         is None

@@ -222,7 +222,7 @@ def test_bytes_written_to_a_disk(tmp_path: Path) -> None:
 
 def test_columns_of_states_and_traffic() -> None:
     """Disk bytes are summed over two ranks; the folder, which both share, counts once."""
-    disk = Offload(read=5.0, written=7.0, kept=100)
+    disk = Offload(read=5.0, written=7.0, folder_bytes=100)
     row = figures(
         CELL,
         [answer(0, [1.0], offload=disk), answer(1, [1.0], offload=disk, sent_bytes_per_step=30.0)],

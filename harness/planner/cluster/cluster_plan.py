@@ -375,7 +375,7 @@ def _square(question: ClusterQuestion, calibration: ClusterCalibration, goal: st
 
 def explanation(plan: ClusterPlan) -> list[str]:
     best = plan.candidates[0]
-    sentences = [_place(plan), _why_not_whole(plan), _time(best), _memory(plan, best)]
+    sentences = [_hardware_sentence(plan), _why_not_whole(plan), _time(best), _memory(plan, best)]
     sentences.append(_host_memory(plan, best))
     if len(plan.candidates) > 1:
         sentences.append(_next(best, plan.candidates[1], plan.goal))
@@ -399,7 +399,7 @@ def explanation(plan: ClusterPlan) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
-def _place(plan: ClusterPlan) -> str:
+def _hardware_sentence(plan: ClusterPlan) -> str:
     question, layout = plan.question, plan.candidates[0].layout
     inside = question.cluster.reduce_bytes_per_second
     if question.devices == 1:

@@ -69,7 +69,7 @@ class Footprint:
 
     loaded: float
     """Bytes of the parameters before the first step."""
-    kept: float
+    resident: float
     """Bytes between steps: parameters, optimizer state and DDP's buckets."""
     gradients: float
     """Gradients at the end of backward."""
@@ -90,7 +90,7 @@ class Footprint:
     @property
     def demand(self) -> float:
         """Bytes the allocator cannot do without."""
-        return self.peak + FRAGMENTED * (self.peak - self.kept)
+        return self.peak + FRAGMENTED * (self.peak - self.resident)
 
 
 def usable_bytes(gpu: GpuModel, gpus: int) -> float:
@@ -161,7 +161,7 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
     temporary = 0.0 if recipe.fused_optimizer else max(parameter, 2.0) * trained / shards
     return Footprint(
         loaded=loaded,
-        kept=resident,
+        resident=resident,
         gradients=gradients,
         gathered=gathered,
         start=resident + accumulated + gathered + max(copied, _uploaded(shape, recipe)),

@@ -268,7 +268,7 @@ def native_memory(
         recipe = recipe_of(part[int(row)], sequence, precision)
         found = footprint(shape, recipe)
         deviation = math.hypot(spread(shape, recipe), CODE_SPREAD)
-        states = found.kept - WORKSPACE_BYTES + found.gradients
+        states = found.resident - WORKSPACE_BYTES + found.gradients
         work = min(WORKSPACE_BYTES + found.gathered, found.peak - states)
         figures.append((states, found.peak - states - work, work, found.demand, deviation))
     totals = np.array(figures, float).reshape(-1, 5)[places].T

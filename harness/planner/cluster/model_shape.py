@@ -239,13 +239,13 @@ def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[LayerStage,
     head = shape.embedding_parameters
     total = shape.layers * layer + head
     counts = [0] * pipeline
-    place, cost = 0, 0
+    filling, cost = 0, 0
     for _ in range(shape.layers):
-        counts[place] += 1
+        counts[filling] += 1
         cost += layer
-        if place < pipeline - 1 and cost * pipeline > FULL * total * (place + 1):
-            place += 1
-    head_stage = place
+        if filling < pipeline - 1 and cost * pipeline > FULL * total * (filling + 1):
+            filling += 1
+    head_stage = filling
     slowest = max(
         count * layer + (head if stage == head_stage else 0) for stage, count in enumerate(counts)
     )

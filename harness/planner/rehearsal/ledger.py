@@ -100,7 +100,7 @@ class Ledger(OperatorObserver):
         """Allocations by id of the storage's Python object, which lives as long."""
         self.total = 0
         self.peaks: dict[StepRegion, RegionPeak] = {}
-        self.place = StepRegion(-1, "set-up")
+        self.region = StepRegion(-1, "set-up")
         self.largest_buffer = 0
         self.updating = 0
         self.paused = False
@@ -121,9 +121,9 @@ class Ledger(OperatorObserver):
 
     def _grow(self, nbytes: int) -> None:
         region = self._present_place()
-        if region != self.place:
+        if region != self.region:
             self._settle()
-            self.place = region
+            self.region = region
         self.total += nbytes
         peak = self.peaks.get(region)
         if peak is None:
@@ -163,7 +163,7 @@ class Ledger(OperatorObserver):
 
     def _briefly(self, nbytes: int) -> None:
         if nbytes:
-            if self.place.step >= 0:
+            if self.region.step >= 0:
                 self.largest_buffer = max(self.largest_buffer, nbytes)
             self.live[-1] = Allocation(nbytes, "buffers")
             self._grow(nbytes)
@@ -187,19 +187,19 @@ class Ledger(OperatorObserver):
 
     def begin_step(self, step: int) -> None:
         self._settle()
-        self.place = StepRegion(step, "forward")
-        self.peaks[self.place] = RegionPeak(self.total)
-        self._rising = self.peaks[self.place]
+        self.region = StepRegion(step, "forward")
+        self.peaks[self.region] = RegionPeak(self.total)
+        self._rising = self.peaks[self.region]
 
     def _phase(self) -> Phase:
-        if self.place.step < 0:
+        if self.region.step < 0:
             return "set-up"
         if self.updating:
             return "update"
         return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
 
     def _present_place(self) -> StepRegion:
-        phase, region = self._phase(), self.place
+        phase, region = self._phase(), self.region
         if phase != region.phase:
             region = StepRegion(region.step, phase)
         if phase == "backward" and (node := torch._C._current_autograd_node()) is not None:
@@ -221,7 +221,7 @@ class Ledger(OperatorObserver):
             self._note_block(block)
             if self._phase() == "forward":
                 self._settle()
-                self.place = StepRegion(self.place.step, "forward", *block)
+                self.region = StepRegion(self.region.step, "forward", *block)
 
     def _after_forward(self, module: nn.Module, inputs: object, outputs: object) -> None:
         if module in self.blocks:

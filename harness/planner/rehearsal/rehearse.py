@@ -69,7 +69,7 @@ class RankPeaks:
     rank: int
     blocks: int
     places: dict[RelativeRegion, dict[Kind, int]]
-    kept: int
+    resident: int
     largest_buffer: int = 0
     owns_some_parameters: bool = False
     """Whether its optimizer holds only some of the trained parameters, which depend on the number
@@ -148,7 +148,7 @@ def at_depth(shallow: Sequence[RankPeaks], blocks: int) -> RankPeaks | None:
     for where, difference in uneven.items():
         if difference > _UNEVEN * peak and sum(splits[where].values()) > 0.9 * peak:
             return None
-    resident = last.kept + steps * (last.kept - before.kept)
+    resident = last.resident + steps * (last.resident - before.resident)
     return RankPeaks(last.rank, blocks, splits, resident, last.largest_buffer, depths=DEPTHS)
 
 
@@ -271,7 +271,7 @@ def _memory(
         peak_phase=where.phase,
         peak_block=where.block,
         setup_peak_bytes=sum(at_setup.values()),
-        kept_bytes=peaks.kept,
+        kept_bytes=peaks.resident,
         backend_buffer_bytes=peaks.largest_buffer,
         rehearsed_blocks=peaks.depths or (peaks.blocks,),
         seconds=time.perf_counter() - began,

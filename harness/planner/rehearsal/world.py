@@ -161,11 +161,11 @@ class SentWork:
 def messages(job: Job) -> Iterator[Patch]:
     send: Function = schedules._batch_p2p
 
-    def kept(operations: Sequence[dist.P2POp], desc: str | None = None) -> list[SentWork]:
+    def send_and_hold(operations: Sequence[dist.P2POp], desc: str | None = None) -> list[SentWork]:
         tensors = [operation.tensor for operation in operations]
         return [SentWork(work, tensors) for work in send(operations, desc)]
 
-    yield put(schedules, "_batch_p2p", kept)
+    yield put(schedules, "_batch_p2p", send_and_hold)
 
 
 def _outside(function: Function) -> Function:
