@@ -175,8 +175,9 @@ def ranking(out: Console, cells: Sequence[CellResult]) -> None:
         if not cell.ranked:
             expected = " (as expected)" if cell.expected else ""
             colour = "yellow" if cell.expected or cell.status in NOT_LAUNCHED else "red"
+            status = "not ranked" if cell.status == "ok" else cell.status
             out.print(
-                f"[{colour}]{cell.status}{expected}[/{colour}] {escape(cell.cell.name)}:"
+                f"[{colour}]{status}{expected}[/{colour}] {escape(cell.cell.name)}:"
                 f" {escape(cell.reason)}"
             )
 

@@ -99,12 +99,12 @@ KINDS = (
         30.0,
         "an element of {} is off by {:.2e} of the update's root mean square",
     ),
-    Kind("decays", 0.1, 0.1, "{} has shrunk or grown wrongly, by {:.2e} of its update"),
+    Kind("decays", 0.1, 0.1, "weight decay of {} looks wrong: it is off by {:.2e} of its update"),
     Kind(
         "directions",
         7.0,
         7.0,
-        "{} has shrunk or grown wrongly, by {:.0f} standard deviations of rounding",
+        "weight decay of {} looks wrong: it is off by {:.0f} standard deviations of rounding",
         absolute=True,
     ),
     Kind("buffers", 1.0, 1.0, "buffer {} is off by {:.2e} of its change"),
@@ -291,31 +291,22 @@ def capped(allowed: Tolerance, no_exchange: Noise) -> Tolerance:
 def unverifiable(verdict: ParityVerdict, no_exchange: Noise | None) -> ParityVerdict:
     """Returns the verdict as `unknown`: the deviation is too close to that of ranks that exchange
     nothing."""
-    without = (
-        f"by {no_exchange.loss:.1e} and {no_exchange.update:.1e}" if no_exchange else "unknown"
-    )
-    return replace(
-        verdict,
-        verdict="unknown",
-        reason=(
-            f"cannot be verified: losses are off by {verdict.max_loss_deviation or 0.0:.1e} and"
-            f" parameters by {verdict.max_update_deviation or 0.0:.1e}; without any exchange,"
-            f" {without}"
-        ),
-    )
+    return _unknown(verdict, "ranks that do not communicate", no_exchange)
 
 
 def no_more_than_noise(verdict: ParityVerdict, noise: Noise) -> ParityVerdict:
     """Returns the verdict as `unknown`: one process deviates as much by itself."""
-    return replace(
-        verdict,
-        verdict="unknown",
-        reason=(
-            f"cannot be verified: losses are off by {verdict.max_loss_deviation or 0.0:.1e} and"
-            f" parameters by {verdict.max_update_deviation or 0.0:.1e}; those of one process that"
-            f" rounds differently, by {noise.loss:.1e} and {noise.update:.1e}"
-        ),
+    return _unknown(verdict, "one process that rounds differently", noise)
+
+
+def _unknown(verdict: ParityVerdict, other: str, noise: Noise | None) -> ParityVerdict:
+    loss, update = verdict.max_loss_deviation or 0.0, verdict.max_update_deviation or 0.0
+    others = f"loss {noise.loss:.1e}, parameters {noise.update:.1e}" if noise else "unknown"
+    reason = (
+        f"its deviation (loss {loss:.1e}, parameters {update:.1e}) is too close to that of {other}"
+        f" ({others}) to tell"
     )
+    return replace(verdict, verdict="unknown", reason=reason)
 
 
 def widest(*deviations: Tolerance, between: str = REASONS) -> Tolerance:

@@ -488,7 +488,7 @@ def _with_verdict(trial: TrialRecord, verdict: ParityVerdict, may_diverge: bool)
     trial = replace(trial, **columns)
     if verdict.verdict == "unknown":
         declared = verdict.max_loss_deviation is not None  # else there is no reference
-        reason = f"not verified, so not ranked: {verdict.reason}"
+        reason = f"not verified: {verdict.reason}"
         return replace(trial, reason=reason, expected=declared)
     if verdict.verdict == "diverged":
         return replace(trial, status="diverged", reason=verdict.reason, expected=may_diverge)
