@@ -151,7 +151,9 @@ def test_ratios_between_strategies(
 
 @pytest.mark.benchmark(group="control: a tenth of the work in a thread after the step")
 @pytest.mark.timeout(120 + 180 * ROUNDS)
-def test_hidden_work_counts(benchmark: BenchmarkFixture, ratio: Ratio, launcher: Launcher) -> None:
+def test_work_left_after_a_step_counts(
+    benchmark: BenchmarkFixture, ratio: Ratio, launcher: Launcher
+) -> None:
     """Work that a strategy leaves to a thread still counts in the adjusted step time.
 
     It is a tenth of the step measured just before, as the machine's speed changes.

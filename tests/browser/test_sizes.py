@@ -60,7 +60,7 @@ def visible(page: Page) -> list[str]:
     )
 
 
-def test_of_many_cells_the_first_are_shown_and_all_are_filtered_sorted_and_printed(
+def test_a_page_shows_the_first_of_many_cells_and_filters_sorts_and_prints_all(
     open_page: Callable[..., Watched], cells: int, page_of_many: Path
 ) -> None:
     opened = open_page(page_of_many, height=720)
@@ -104,7 +104,9 @@ def test_a_link_to_one_of_many_cells_finds_it_also_without_a_script(
         assert not script or 0 <= box["y"] < 720
 
 
-def test_a_hostile_run_is_only_text(open_page: Callable[..., Watched], tmp_path: Path) -> None:
+def test_text_of_a_hostile_run_is_escaped(
+    open_page: Callable[..., Watched], tmp_path: Path
+) -> None:
     """Every text of the run is hostile."""
     store = Store(tmp_path / "results")
     run = dict(zip(("host", "matrix", "cpu_model"), HOSTILE, strict=False))

@@ -42,7 +42,7 @@ def read_once(store: Store, seen: dict[str, int]) -> bool:
 
 
 @pytest.mark.timeout(120 + 2 * ROUNDS)
-def test_two_writers_and_a_reader(tmp_path: Path) -> None:
+def test_two_writers_and_a_reader_never_disturb_each_other(tmp_path: Path) -> None:
     store, seen, looks = Store(tmp_path / "results"), dict[str, int](), 0
     words = [sys.executable, "-m", "tests.faults.writer", str(store.folder)]
     writers = [subprocess.Popen([*words, run_id, str(ROUNDS)]) for run_id in RUNS]

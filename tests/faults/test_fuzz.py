@@ -119,7 +119,7 @@ cells:
     text=TEXT,
     seed=SEEDS,
 )
-def test_a_matrix_file(
+def test_a_random_matrix_file_is_read_or_refused(
     content: Any, text: str, seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "fuzzed.yaml"
@@ -131,7 +131,7 @@ def test_a_matrix_file(
 
 @fuzzed(inputs=1, share=2)
 @given(axes=AXES)
-def test_a_cell(axes: dict[str, Any]) -> None:
+def test_a_random_cell_is_accepted_or_refused(axes: dict[str, Any]) -> None:
     with contextlib.suppress(ValueError):  # pydantic's, which callers translate
         assert Cell(**axes).id
 
@@ -142,7 +142,9 @@ def test_a_cell(axes: dict[str, Any]) -> None:
     text=TEXT,
     seed=SEEDS,
 )
-def test_values_of_options(words: list[str], text: str, seed: int) -> None:
+def test_random_values_of_options_are_accepted_or_refused(
+    words: list[str], text: str, seed: int
+) -> None:
     for good, parse in (
         (b"1/4", parse_share),
         (b"45min", parse_time),
@@ -172,7 +174,9 @@ def nowhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @fuzzed(inputs=1)
 @given(command=COMMANDS, words=st.lists(OPTIONS | WORDS | TEXT, max_size=3))
-def test_arguments_of_commands(command: str, words: list[str], nowhere: Path) -> None:
+def test_random_arguments_of_commands_never_end_in_a_traceback(
+    command: str, words: list[str], nowhere: Path
+) -> None:
     """Wrong arguments end in a message of the suite or of its parser, and leave no files."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
@@ -198,7 +202,7 @@ MODEL = b"layers=32,hidden=4096,heads=32,vocabulary=32000"
 
 @fuzzed(inputs=12, share=4)
 @given(parts=st.lists(PLAN_WORDS | TEXT, max_size=4), number=st.integers(-2, 10**6), seed=SEEDS)
-def test_arguments_of_plan(
+def test_random_arguments_of_plan_never_end_in_a_traceback(
     parts: list[str], number: int, seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Covers the model, the device, its links, numbers of devices and samples, and constants."""
@@ -224,7 +228,7 @@ SITE = b"account: mine\npartition: gpu\ngpus_per_node: 8\nsetup: [module load py
 
 @fuzzed(inputs=4, share=2)
 @given(content=VALUES, text=TEXT, seed=SEEDS)
-def test_a_site_file(
+def test_a_random_site_file_is_read_or_refused(
     content: Any, text: str, seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "site.yaml"
@@ -239,7 +243,7 @@ PLAN = str(one_cell_run()["plan"])
 
 @fuzzed(inputs=10, share=6)
 @given(plan=VALUES, text=TEXT, seed=SEEDS)
-def test_a_plan(plan: Any, text: str, seed: int) -> None:
+def test_a_random_plan_is_read_or_refused(plan: Any, text: str, seed: int) -> None:
     whole = json.loads(PLAN)
     changed = whole | plan if isinstance(plan, dict) else plan
     random_ones = (other.decode("utf-8", "replace") for other in mutated(PLAN.encode(), seed, 7))
@@ -256,7 +260,9 @@ MESSAGES = [encoded("run", SPEC), encoded("measure", ("10.0.0.1", 1)), encoded("
 
 @fuzzed(inputs=34, share=16)
 @given(noise=st.binary(max_size=200), value=VALUES, word=WORDS | TEXT, seed=SEEDS)
-def test_a_message_of_the_agents(noise: bytes, value: Any, word: str, seed: int) -> None:
+def test_a_random_message_of_an_agent_is_read_or_refused(
+    noise: bytes, value: Any, word: str, seed: int
+) -> None:
     bodies = [noise, json.dumps([word, value]).encode(), json.dumps(["run", value]).encode()]
     for good in MESSAGES:
         bodies += mutated(good, seed, 10)
@@ -280,7 +286,9 @@ def good_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     noise=st.binary(min_size=1, max_size=20),
     cut=st.sampled_from([0, 1, 4, 100]),
 )
-def test_a_parquet_file(begin: int, noise: bytes, cut: int, good_file: Path) -> None:
+def test_a_random_parquet_file_is_read_or_refused(
+    begin: int, noise: bytes, cut: int, good_file: Path
+) -> None:
     content = bytearray(good_file.read_bytes())
     content[begin : begin + len(noise)] = noise
     file = good_file.with_name("fuzzed.parquet")
@@ -294,7 +302,9 @@ LOG = b"GET https://me:secret@host?token=abcdefgh Authorization: Bearer x passwo
 
 @fuzzed(inputs=22, share=12)
 @given(text=TEXT, secret=st.text(min_size=8, max_size=20), value=VALUES, seed=SEEDS)
-def test_redaction(text: str, secret: str, value: Any, seed: int) -> None:
+def test_random_text_is_redacted_without_an_error(
+    text: str, secret: str, value: Any, seed: int
+) -> None:
     """JSON stays JSON, and no secret survives."""
     for log in mutated(LOG, seed, 20):
         shown = redacted(log.decode("utf-8", "replace") + secret, (secret,))

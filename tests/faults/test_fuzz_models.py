@@ -116,7 +116,7 @@ def try_configs(seed: int) -> None:
 
 @fuzzed(inputs=CONFIGS)
 @given(seed=SEEDS)
-def test_a_config_of_a_model(seed: int) -> None:
+def test_a_random_config_of_a_model_is_read_or_refused(seed: int) -> None:
     try_configs(seed)
 
 
@@ -204,5 +204,5 @@ def try_samples(seed: int) -> None:
 
 @fuzzed(inputs=FILES)
 @given(seed=SEEDS)
-def test_a_parquet_file_of_samples(seed: int) -> None:
+def test_a_random_parquet_file_of_samples_is_read_or_refused(seed: int) -> None:
     try_samples(seed)

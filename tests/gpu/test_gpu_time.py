@@ -92,7 +92,7 @@ LISTS = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<Tenso
         ),
     ],
 )
-def test_kernels_by_their_names(kind: str, names: list[str]) -> None:
+def test_kernels_are_classified_by_their_names(kind: str, names: list[str]) -> None:
     assert {name: kernel_kind(name) for name in names} == dict.fromkeys(names, kind)
 
 
@@ -105,7 +105,9 @@ def test_kernels_by_their_names(kind: str, names: list[str]) -> None:
         ("Optimizer.step#AdamW.step", "gpu_user_annotation", "optimizer"),
     ],
 )
-def test_events_of_the_device_by_their_activity(name: str, activity: str, kind: str) -> None:
+def test_events_of_the_device_are_classified_by_their_activity(
+    name: str, activity: str, kind: str
+) -> None:
     """tests/unit/test_explain.py covers versions of torch whose events have no activity."""
     facts = {"name": name, "start_ns": 0, "end_ns": 1, "activity_type": activity, "scope": 0}
     facts |= {"start_thread_id": 0, "device_type": SimpleNamespace(name="CUDA")}
@@ -130,7 +132,7 @@ STEP = [
 ]
 
 
-def test_parts_of_a_gpus_step_by_hand() -> None:
+def test_parts_of_a_gpus_step_match_those_worked_out_by_hand() -> None:
     """The step takes ten seconds of wall time; events of the next step do not count."""
     found = gpu_parts([*STEP, event("device matmul", 11, 12)], 0.0, 9.9, 10.0)
     assert found == {
@@ -175,7 +177,7 @@ PROFILE = profile_of(
 )
 
 
-def test_the_gap_to_the_cards_own_rate_by_hand() -> None:
+def test_the_gap_to_the_cards_rate_matches_that_worked_out_by_hand() -> None:
     """The step takes 1 s. Without the profiler it takes 0.8 s, and only idle time is shorter. At
     the measured rate, its matrix products take 0.3 s."""
     assert PROFILE.gpu_matmul_seconds == (0.4, 0.4)
@@ -209,7 +211,7 @@ def test_the_gap_if_rates_are_unknown_or_exceeded() -> None:
     assert gpu_time(profile_of(answer(0, 1.0, 0.0)), 240e12, 800e12) is None
 
 
-def test_which_rate_a_cell_is_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_is_compared_with_the_rate_of_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data-sheet peaks lack fp8; failed measurements and CPUs have no rate."""
     install(monkeypatch, h100_node())
 

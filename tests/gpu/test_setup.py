@@ -52,7 +52,7 @@ HEADER = "<command-line>: fatal error: mpi.h: No such file"
     ],
     ids=["compiler", "cmake", "index", "header", "last line", "nothing"],
 )
-def test_the_first_error_of_a_log(log: str, error: str) -> None:
+def test_the_first_error_of_a_log_is_found(log: str, error: str) -> None:
     assert packages.first_error(log, "/tmp/tmp.n") == error
 
 

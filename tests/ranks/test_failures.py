@@ -124,7 +124,7 @@ def test_a_timeout_also_ends_ranks_that_torch_restarts(launcher: Launcher) -> No
     assert outcome.wall_seconds < 60
 
 
-def test_out_of_memory_under_a_limit(run_cells: RunCells) -> None:
+def test_out_of_memory_under_a_limit_is_recorded(run_cells: RunCells) -> None:
     """A cell exceeds its 256 MiB limit by a gigabyte. Larger cells of its kind are then skipped for
     that reason."""
     limited = {"memory_limit_bytes": 256 * 2**20}
@@ -174,7 +174,7 @@ def test_a_stop_is_recorded_as_interrupted(launcher: Launcher) -> None:
     assert time.monotonic() - begin < 15
 
 
-def test_many_launches_in_a_row(launcher: Launcher) -> None:
+def test_many_launches_in_a_row_succeed(launcher: Launcher) -> None:
     """No launch hangs. Set BENCH_LAUNCHES=500 for the long version."""
     short = cell("ddp", warmup_steps=1, timed_steps=1, parity_steps=1, time_limit_seconds=20)
     data = prepare_data("stdlib", make_workload("llama-nano"), 32)

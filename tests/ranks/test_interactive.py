@@ -89,14 +89,14 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_statements_on_standard_input(tmp_path: Path) -> None:
+def test_statements_on_standard_input_can_launch_a_run(tmp_path: Path) -> None:
     printed, prompts = execute(tmp_path, ["-i", "-q"], SETUP + RUN + CHECK)
     require_tidy(printed)
     assert prompts.replace(">>>", "").replace("...", "").strip() == "", "progress is silent"
 
 
 @pytest.mark.thorough
-def test_cells_of_a_jupyter_kernel(tmp_path: Path) -> None:
+def test_cells_of_a_jupyter_kernel_can_launch_a_run(tmp_path: Path) -> None:
     if not (find_spec("nbclient") and find_spec("ipykernel")):
         pytest.skip("packages nbclient and ipykernel are not installed")
     printed, _ = execute(tmp_path, ["-c", NOTEBOOK], json.dumps([SETUP, RUN, RUN, CHECK]))

@@ -29,7 +29,7 @@ def test_timed_without_a_clock() -> None:
     assert events == ["wait", "run", "wait"] * (WARMUP + 2)
 
 
-def test_messages_between_two_ranks() -> None:
+def test_messages_between_two_ranks_are_timed() -> None:
     """The ranks check each sum. 16,384 times the bytes take longer on any machine."""
     found = measure_link("gloo")
     assert 0 < found.latency_seconds < BANDWIDTH_BYTES / found.bytes_per_second

@@ -19,7 +19,9 @@ from tests.ranks.conftest import RunCells, cell
 INIT, SHUTDOWN = LocalElasticAgent.__init__, LocalElasticAgent._shutdown
 
 
-def test_the_agent_before_torch_2_12(run_cells: RunCells, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_agent_before_torch_2_12_is_stopped_without_a_time_limit(
+    run_cells: RunCells, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The agent's constructor and shutdown take no time limit before torch 2.12."""
 
     def init(

@@ -67,7 +67,7 @@ def recorded(folder: Path) -> int:
     [(3,), pytest.param((0, 1), marks=pytest.mark.thorough)],
     ids=["once", "twice"],
 )
-def test_kill_and_resume(tmp_path: Path, kills: tuple[int, ...]) -> None:
+def test_a_killed_run_resumes(tmp_path: Path, kills: tuple[int, ...]) -> None:
     """Each kill comes within 0.5 s of the N-th recorded trial, or within 5 s of the run's start.
 
     Resuming a finished run shows its results.

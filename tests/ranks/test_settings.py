@@ -177,12 +177,12 @@ def follow_their_formulas(run_cells: RunCells, rows: list[Row]) -> None:
 
 
 @pytest.mark.parametrize("subject", SETTINGS)
-def test_the_least_plain_setting(run_cells: RunCells, subject: str) -> None:
+def test_the_least_plain_setting_trains_the_same(run_cells: RunCells, subject: str) -> None:
     follow_their_formulas(run_cells, SETTINGS[subject][:1])
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("subject", SETTINGS)
-def test_other_settings(run_cells: RunCells, subject: str) -> None:
+def test_other_settings_train_the_same(run_cells: RunCells, subject: str) -> None:
     follow_their_formulas(run_cells, SETTINGS[subject][1:])

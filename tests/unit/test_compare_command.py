@@ -125,7 +125,7 @@ def test_the_table_counts_disturbed_and_added_cells(tmp_path: Path) -> None:
     assert "tensor" not in text
 
 
-def test_exit_codes_for_scripts(folder: Path) -> None:
+def test_exit_codes_tell_scripts_the_outcome(folder: Path) -> None:
     assert ask(folder, "latest~1", "latest", "--fail-on", "regression")[0] == 1
     assert ask(folder, "latest", "latest~1", "--fail-on", "regression")[0] == 0, (
         "faster and added are not regressions"

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("allowed", [True, False])
-def test_speed_of_a_cpu(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_of_a_cpu_is_plausible(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates are positive and finite, and the TF32 setting is restored."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
     speed = measure_device_speed(CPU)

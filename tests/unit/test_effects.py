@@ -70,7 +70,7 @@ def test_the_level_of_a_precision_is_common_to_its_pairs() -> None:
             assert all(wide and narrow and wide > narrow + 0.05 for narrow, wide in widths)
 
 
-def test_each_effect_alone_and_on_average() -> None:
+def test_each_effect_is_measured_alone_and_on_average() -> None:
     (effects,) = effects_of([*combinations(), result(110, 900, "llama-micro+float8")])
     by_name = {effect.value: effect for effect in effects.effects}
     assert list(by_name) == ["precision=bf16", "float8", "recompute=full"], "the best first"

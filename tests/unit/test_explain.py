@@ -66,7 +66,7 @@ def test_operators_overlap_communication_and_gaps_expose_it() -> None:
     assert found == {"compute": 8.0, "communication": 2.0, "overlapped": 4.0, "operators": 8.0}
 
 
-def test_each_component_by_hand() -> None:
+def test_each_component_matches_that_worked_out_by_hand() -> None:
     """Data 0-1, compute 1-4 with an interpreter gap, a wait 4-6, offload 6-7, and the optimizer
     7-10 with a wait of 1 s."""
     events = [
@@ -193,9 +193,7 @@ def test_profiler_names_map_to_kinds(name: str, kinds: list[str]) -> None:
         ("nccl:all_reduce", True, []),
     ],
 )
-def test_device_events_without_an_activity_type(
-    name: str, annotation: bool, kinds: list[str]
-) -> None:
+def test_device_events_need_no_activity_type(name: str, annotation: bool, kinds: list[str]) -> None:
     """Events have activity types only from torch 2.12 on."""
     event = raw(name, 0, 1)
     del event.activity_type
@@ -233,7 +231,7 @@ def test_a_library_that_trains_in_a_thread_of_its_own() -> None:
     assert training_thread([Event("operator", 1, 0, 2), Event("operator", 2, 0, 9)], 1) == 1
 
 
-def test_bytes_of_collectives_by_hand() -> None:
+def test_bytes_of_collectives_match_those_worked_out_by_hand() -> None:
     """1200 bytes over 4 ranks: an all-reduce sends 2 x 3/4, a reduce-scatter or all-gather 3/4.
     Gloo scatters after a full all-reduce."""
     for operation, logical, by_gloo in (
@@ -307,7 +305,7 @@ def answer(rank: int, own: float, wait: float, **more: Any) -> RankAnswer:
     return RankAnswer(rank, profiled=replace(good, **more))
 
 
-def test_a_row_by_hand(tmp_path: Path) -> None:
+def test_a_row_matches_that_worked_out_by_hand(tmp_path: Path) -> None:
     """The 4 s step of three (2, 4 and 18 s) is broken down. Rank 1 works for 1.5 of 2 s; rank 0
     waits for it."""
     outcome = Outcome("ok", "", 0.0, 1.0, answers=(answer(0, 1.0, 1.0), answer(1, 1.5, 0.5)))

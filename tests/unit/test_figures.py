@@ -35,7 +35,7 @@ def rounded(value: Any) -> Any:
     return [rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def test_the_data_of_figures(update: bool) -> None:
+def test_the_data_of_figures_match_the_golden_file(update: bool) -> None:
     seen: dict[str, Any] = {}
     report = ran(load(ROOT / "results" / "reference"))
     for section in SECTIONS:

@@ -109,7 +109,7 @@ def test_measured_fine_tunings_on_an_h200() -> None:
 
 
 @pytest.mark.parametrize(("devices", "gigabytes"), [(160, 82.9), (32, 93.2), (8, 128.5)])
-def test_whole_gradients_of_a_sharded_model(devices: int, gigabytes: float) -> None:
+def test_whole_gradients_of_a_sharded_model_are_counted(devices: int, gigabytes: float) -> None:
     """Without synchronisation, accumulation keeps unsharded fp32 gradients (KempnerForge, 2026)."""
     recipe = Recipe(
         "pure-bf16-fp32-reduce",
@@ -133,7 +133,7 @@ def test_whole_gradients_of_a_sharded_model(devices: int, gigabytes: float) -> N
         ("llama-8b", "pure-bf16", 4, "full", 80.7e9),
     ],
 )
-def test_published_peaks_of_one_gpu(
+def test_predicted_peaks_match_published_ones_of_one_gpu(
     model: str, precision: Precision, accumulation: int, recompute: str, measured: float
 ) -> None:
     recipe = Recipe(
@@ -176,7 +176,7 @@ def verdict_of(options: str) -> tuple[str, dict[str, Any]]:
     return answer["verdict"], answer
 
 
-def test_public_questions() -> None:
+def test_public_questions_are_answered() -> None:
     rows = re.findall(
         r"^\| (\S+ --gpus .*?) \| (yes|no) \| .+ \|$", STUDY.read_text(), re.MULTILINE
     )
@@ -336,7 +336,7 @@ def test_alternatives_have_the_speed_of_their_own_answers() -> None:
     assert promised["lora"] == followed["tokens_per_second"]
 
 
-def test_links_of_a_node() -> None:
+def test_links_of_a_node_match_its_data_sheet() -> None:
     models = gpu_models()
     default = {name: link_bytes_per_second(gpu, None) for name, gpu in models.items()}
     mi300, h100 = default["mi300x-192gb"], default["h100-80gb"]

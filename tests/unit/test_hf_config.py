@@ -110,7 +110,9 @@ def read_with_and_without_torch(config: dict[str, Any], folder: Path) -> ModelSh
         (INTERN_VL | {"tie_word_embeddings": True}, 149_312),
     ],
 )
-def test_published_configs(config: dict[str, Any], parameters: int, tmp_path: Path) -> None:
+def test_published_configs_give_the_published_sizes(
+    config: dict[str, Any], parameters: int, tmp_path: Path
+) -> None:
     shape = read_with_and_without_torch(config, tmp_path)
     assert shape.parameters == parameters
     assert ("(text model only)" in shape.name) == ("text_config" in config)
@@ -156,7 +158,7 @@ def test_text_models_of_vision_models_are_counted_exactly(
         ("mixtral", {}, 0),
     ],
 )
-def test_widths_of_shared_experts(
+def test_widths_of_shared_experts_are_read(
     kind: str, entries: dict[str, Any], shared: int, tmp_path: Path
 ) -> None:
     config = LLAMA | {"model_type": kind, "num_experts": 4} | entries

@@ -37,7 +37,7 @@ def noisy(rng: random.Random, runs: int, noise: float, outlying: float = 0.0) ->
     ]
 
 
-def test_a_step_by_hand() -> None:
+def test_a_step_worked_out_by_hand_is_found() -> None:
     assert change_points([*ALTERNATING, *(0.9 * v for v in ALTERNATING)], 0.01) == [12]
     assert change_points(
         [*ALTERNATING, *(1.2 * v for v in ALTERNATING), *(0.9 * v for v in ALTERNATING)], 0.01

@@ -72,7 +72,7 @@ def harmless(page: Page) -> None:
     assert not set(page.text) & CONTROLS
 
 
-def test_pages(store: Store, tmp_path: Path) -> None:
+def test_pages_of_a_hostile_run_are_escaped(store: Store, tmp_path: Path) -> None:
     whole = store.load(steps=False)
     newest = ran(store.load([NEW], steps=False))
     compared = runs.compare_all(whole)
@@ -87,7 +87,7 @@ def test_pages(store: Store, tmp_path: Path) -> None:
         assert "&lt;script&gt;alert(" in text.replace("<wbr>", "")
 
 
-def test_text_and_data(store: Store) -> None:
+def test_text_and_data_of_a_hostile_run_are_escaped(store: Store) -> None:
     whole = store.load(steps=False)
     reports = each(whole)
     for text in (run_text(reports[-1]).text, runs_text(runs.compare_all(whole)).text):
@@ -108,7 +108,7 @@ def test_text_and_data(store: Store) -> None:
     assert not {"nan", "None", "inf", "NaT"} & {value for line in lines for value in line.values()}
 
 
-def test_one_cell(store: Store) -> None:
+def test_one_cell_of_a_hostile_run_is_shown_escaped(store: Store) -> None:
     results = store.load([NEW], steps=False)
     for cell in (FULL, BARE, OTHER):
         detail = in_full(results, store.steps_of(NEW, cell.id), cell.id).as_json()
@@ -121,6 +121,6 @@ def test_one_cell(store: Store) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", list(LIBRARIES))
-def test_tools(store: Store, target: str, tmp_path: Path) -> None:
+def test_other_tools_get_a_hostile_run_escaped(store: Store, target: str, tmp_path: Path) -> None:
     done = publish(target, store.load([NEW]), tmp_path / "out")
     assert done.cells == 3

@@ -34,7 +34,9 @@ HOST = Host("cpu", 2, 2**34)
     ],
     ids=str,
 )
-def test_one_text_for_one_link(written: Any, text: str, rate: float | None, seconds: float) -> None:
+def test_equal_links_have_one_text(
+    written: Any, text: str, rate: float | None, seconds: float
+) -> None:
     assert link_text(written) == text
     assert Link.of(text) == Link(rate, pytest.approx(seconds))
     assert link_text(text) == text
@@ -80,7 +82,7 @@ def test_a_cell_with_links_needs_nodes_and_namespaces_but_no_agents_of_the_run(
     assert left.get((2, "unavailable"), "") == lacks
 
 
-def test_a_rate_by_hand() -> None:
+def test_a_rate_matches_that_worked_out_by_hand() -> None:
     """A megabyte arrives every 0.1 s; counting begins after the third."""
 
     class Stream:

@@ -79,7 +79,7 @@ def test_equal_cells_are_run_once() -> None:
     assert len(expand(matrix_of("", "strategy: [ddp, single]"), CPU).cells) == 2
 
 
-def test_only_and_skip() -> None:
+def test_only_and_skip_choose_cells() -> None:
     matrix = matrix_of("strategy: [single, ddp]", "devices: 2")
     assert len(expand(matrix, CPU, only=["ddp"]).cells) == 2
     assert [c.strategy for c in expand(matrix, CPU, skip=["ddp"]).cells] == ["single"]
@@ -131,7 +131,7 @@ def test_mistakes_in_a_matrix_name_the_key(tmp_path: Path, text: str, said: str)
 
 
 @pytest.mark.parametrize("setting", ["batch", "bach=3", "batch=[1"])
-def test_bad_settings(setting: str) -> None:
+def test_bad_settings_are_refused(setting: str) -> None:
     with pytest.raises(UsageError, match="--set"):
         parse_changes([setting])
 
@@ -174,7 +174,7 @@ def test_full_and_quick_have_cells_of_every_system_and_full_of_every_strategy() 
     assert {cell.strategy for cell in every} == ours
 
 
-def test_amounts_of_memory() -> None:
+def test_amounts_of_memory_are_parsed() -> None:
     assert parse_bytes("2GiB") == 2**31
     assert parse_bytes("500MB") == 500_000_000
     assert parse_bytes(7) == 7

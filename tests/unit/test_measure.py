@@ -53,7 +53,7 @@ class Clock:
         return self.readings.pop(0)
 
 
-def test_turns_of_a_trial_by_hand() -> None:
+def test_turns_of_a_trial_match_those_worked_out_by_hand() -> None:
     """Steps 1 and 2 form a turn, 4 and 5 another; step 3 settles.
 
     With a cycle of two, each turn has one mean. The first turn begins at 7 s.
@@ -130,7 +130,7 @@ def test_throughput_does_not_depend_on_the_number_of_steps(count: int, seconds: 
     assert row.samples_per_second == pytest.approx(8 / seconds)
 
 
-def test_peaks_and_imbalance() -> None:
+def test_peaks_and_imbalance_are_those_of_the_ranks() -> None:
     row = figures(CELL, [answer(0, [1.0]), answer(1, [1.0])], FACTS, None)
     assert row.peak_memory_bytes == 200
     assert row.memory_imbalance == pytest.approx(200 / 150)
@@ -187,7 +187,7 @@ def test_throughput_of_local_steps_is_that_of_whole_cycles() -> None:
     assert (row.step_seconds_p50, row.samples_per_second) == (1.0, 4.0)
 
 
-def test_slowest_rank_at_each_step() -> None:
+def test_each_step_takes_as_long_as_its_slowest_rank() -> None:
     assert slowest([[1, 5, 3], [2, 4, 3]]) == [2, 5, 3]
     with pytest.raises(ValueError, match="zip"):
         slowest([[1.0], [1.0, 2.0]])

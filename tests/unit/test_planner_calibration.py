@@ -151,7 +151,7 @@ def test_a_failure_is_refuted_by_the_same_layout_that_ran() -> None:
     assert runs.refuted.tolist() == [False, True, False]
 
 
-def test_scores_by_hand() -> None:
+def test_scores_match_those_worked_out_by_hand() -> None:
     runs = rows([1.0, 2.0, 4.0, np.nan], data=[8, 4, 2, 1], tensor=[1, 2, 4, 8])
     held = HeldOutRuns(
         seconds=np.array([1.1, 1.0, 4.0, 0.5]),

@@ -283,7 +283,7 @@ def ask(*words: str) -> str:
     return commands.told(publish, *words)
 
 
-def test_command(store: Store, tmp_path: Path) -> None:
+def test_the_command_publishes(store: Store, tmp_path: Path) -> None:
     folder = ("--results", str(store.folder))
     told = json.loads(ask("prometheus", str(tmp_path / "prom"), "latest~1", "--json", *folder))
     assert told == {

@@ -13,7 +13,7 @@ from bench.run_options import command_line
 from harness.cell.errors import UsageError
 
 
-def test_mistakes() -> None:
+def test_mistakes_are_refused_in_one_sentence() -> None:
     wrong = {"trials": 0, "timed_seconds": -1.0, "time_budget_seconds": float("nan")}
     with pytest.raises(UsageError, match="cells or a matrix"):
         bench.run()

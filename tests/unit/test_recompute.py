@@ -115,7 +115,7 @@ def test_products_of_experts_are_kept() -> None:
     assert calls == [in_two_blocks, in_two_blocks + 2 * 2]
 
 
-def test_operations_of_recomputation_by_hand() -> None:
+def test_operations_of_recomputation_match_those_counted_by_hand() -> None:
     """A block has four projections of h by h, three of h by f, and attention (hidden size h,
     feed-forward size f). torch skips the last product and the addition after it."""
     workload, tokens, hidden, feed_forward, blocks = make_workload("llama-64x3"), 32, 64, 192, 3
@@ -210,7 +210,7 @@ def test_a_search_takes_the_axis_and_sets_its_own() -> None:
         _changes(["devices=4"])
 
 
-def test_operations_of_experts_with_and_without_an_operator_for_their_backward(
+def test_operations_of_experts_need_no_operator_for_their_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """transformers has the operator from 5.23 on."""

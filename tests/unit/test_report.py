@@ -71,7 +71,9 @@ def test_run_without_trials_has_a_report(tmp_path: Path) -> None:
     assert page.headings == ["verdict", "environment", "method", "glossary"]
 
 
-def test_mistakes_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_of_the_command_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored(tmp_path / "results", trial_rows(Cell(strategy="alone"), [1.0, 1.1]))
     monkeypatch.chdir(tmp_path)
     assert json.loads(told(report, "--json"))["report"].endswith(".html")

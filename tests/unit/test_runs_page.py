@@ -173,7 +173,7 @@ def test_matrices_that_differ_are_compared_where_they_meet(tmp_path: Path) -> No
     assert other.why_not == "of another matrix: 1 cell in only one of the two"
 
 
-def test_runs_without_anything_in_common(tmp_path: Path) -> None:
+def test_runs_without_anything_in_common_say_so(tmp_path: Path) -> None:
     store = Store(tmp_path)
     add(store, 0, trials(DDP, 100.0))
     add(store, 1, trials(FSDP, 80.0))
@@ -182,7 +182,7 @@ def test_runs_without_anything_in_common(tmp_path: Path) -> None:
     assert page.headings == ["verdict", "changes", "method"]
 
 
-def test_searches_are_no_runs_to_compare(tmp_path: Path) -> None:
+def test_searches_are_not_compared(tmp_path: Path) -> None:
     store = Store(tmp_path)
     add(store, 0, trials(DDP, 100.0))
     add(store, 1, trials(DDP, 1.0), plan=json.dumps({"cells": [], "search": {"budget": 1}}))
@@ -195,7 +195,7 @@ def ask(*words: str) -> str:
 
 
 @pytest.mark.slow
-def test_command_for_several_runs_and_the_index(
+def test_the_command_writes_several_runs_and_the_index(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -47,7 +47,7 @@ def store(tmp_path: Path) -> Store:
     return kept
 
 
-def test_runs(store: Store, tmp_path: Path) -> None:
+def test_runs_are_found_by_id_prefix_or_latest(store: Store, tmp_path: Path) -> None:
     old, new = store.run_ids()
     assert find_runs(store, []) == [new]
     assert find_runs(store, [], every=True) == [old, new]
@@ -76,7 +76,7 @@ def test_an_exact_name_comes_before_a_pattern() -> None:
     assert closest(RECORDED, "dpp") == []
 
 
-def test_cells_of_a_matrix_or_else_of_a_run(store: Store) -> None:
+def test_cells_are_found_in_a_matrix_or_else_in_a_run(store: Store) -> None:
     assert find_cells(CELLS, "ddp", "m", store) == [STATIC, PLAIN]
     assert find_cells([STATIC], SHARDED.id, "m", store) == [SHARDED]
     assert find_cells([STATIC], SHARDED.name, "m", store) == [SHARDED]
@@ -101,11 +101,11 @@ def test_cells_of_a_matrix_or_else_of_a_run(store: Store) -> None:
         ("my.py:Mine(a=1) *", "my.py:Mine(a=1) *", None),
     ],
 )
-def test_options_after_a_name(word: str, name: str, options: str | None) -> None:
+def test_options_after_a_name_are_split_off(word: str, name: str, options: str | None) -> None:
     assert split_options(word) == (name, options)
 
 
-def test_only_and_skip() -> None:
+def test_only_and_skip_choose_cells() -> None:
     assert keep(CELLS, ["ddp"], [STATIC.id]) == [PLAIN]
     assert keep(CELLS, [], ["ddp*"]) == [SHARDED]
     for only, skip, message in (

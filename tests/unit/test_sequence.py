@@ -37,7 +37,7 @@ def test_parts_of_a_batch_keep_their_labels() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_all_to_alls_by_hand(recompute: str) -> None:
+def test_all_to_alls_send_the_bytes_counted_by_hand(recompute: str) -> None:
     """A rank has 32 of 64 tokens of 8 samples, in llama-nano's two blocks of width 32. It sends
     half of its queries, keys, values and outputs, and of their gradients; recomputation sends
     once more. Two or four ranks also all-reduce 10 gradients."""
@@ -51,7 +51,7 @@ def test_all_to_alls_by_hand(recompute: str) -> None:
         assert sent == 2 * passes * 4 * (4 * samples * 32 * 32) / 2 + reduced
 
 
-def test_ranks_may_share_a_head_of_keys() -> None:
+def test_ranks_may_share_a_key_head_in_grouped_query_attention() -> None:
     """Only DeepSpeed's UlyssesSPAttentionHF repeats heads of keys and values."""
     shared = dataclasses.replace(make_workload("llama-nano"), heads=1)
     validate(sequence_cell("ulysses_zero"), shared, here=False)
@@ -81,7 +81,7 @@ def test_states_are_sharded_over_ranks_that_share_samples_too() -> None:
     assert states.parameters == pytest.approx(facts.parameter_bytes / 2)
 
 
-def test_attention_with_fewer_heads_of_keys_is_transformers_own() -> None:
+def test_grouped_query_attention_matches_transformers() -> None:
     from harness.strategies._sequence import whole_attention
 
     module = torch.nn.Module()

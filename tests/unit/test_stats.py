@@ -29,7 +29,7 @@ def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Compariso
 Draw = Callable[[np.random.Generator, int], "np.ndarray"]
 
 
-def test_interval_of_three_trials_by_hand() -> None:
+def test_the_interval_of_three_trials_matches_that_worked_out_by_hand() -> None:
     """The median is 2, the standard deviation 1.5275, and t(0.975; 2) 4.3027. A median's standard
     error is 1.1602 times the mean's."""
     found = estimate([1.0, 2.0, 4.0])
@@ -86,7 +86,7 @@ def test_the_interval_covers_the_median_as_often_as_it_says(shape: str, trials: 
         assert covered <= 0.97
 
 
-def test_a_comparison_by_hand() -> None:
+def test_a_comparison_matches_that_worked_out_by_hand() -> None:
     """Ratios of 1.01 and 1.03 within rounds have the geometric mean 1.01995, whatever the rounds'
     levels; t(0.9975; 1) is 127.32."""
     found = paired({0: 101.0, 1: 51.5, 5: 9.0}, {0: 100.0, 1: 50.0, 2: 1.0})
@@ -101,7 +101,7 @@ def test_a_comparison_by_hand() -> None:
     assert paired({0: 1.0}, {1: 1.0}) is None
 
 
-def test_words() -> None:
+def test_verdicts_have_words() -> None:
     base = dict.fromkeys(range(5), 100.0)
     nearly = {r: 100.0 * (1 + 1e-5 * r) for r in base}
     for factor, said in (

@@ -211,7 +211,7 @@ def test_a_column_that_the_schema_does_not_know_is_an_error(tmp_path: Path) -> N
         Store(tmp_path).write_trial(TrialRecord(**trial_row(Cell(strategy="ddp"), thoughput=1.0)))
 
 
-def test_mistakes(tmp_path: Path) -> None:
+def test_mistakes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NoRuns, match=re.escape(str(tmp_path))):
         load(tmp_path)
     with pytest.raises(UsageError, match=r"no run 'x'.*run-1"):

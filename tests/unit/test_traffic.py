@@ -220,7 +220,7 @@ def test_bytes_written_to_a_disk(tmp_path: Path) -> None:
     assert after[1] - before[1] >= 1_000_000
 
 
-def test_columns_of_states_and_traffic() -> None:
+def test_columns_of_states_and_traffic_are_filled() -> None:
     """Disk bytes are summed over two ranks; the folder, which both share, counts once."""
     disk = Offload(read=5.0, written=7.0, folder_bytes=100)
     row = figures(

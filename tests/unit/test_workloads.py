@@ -118,7 +118,7 @@ def test_flops_are_six_per_parameter_and_token_and_attention() -> None:
     )
 
 
-def test_text_files(tmp_path: Path) -> None:
+def test_text_files_are_read(tmp_path: Path) -> None:
     file = tmp_path / "book.txt"
     file.write_bytes(b"call me ishmael " * 100)
     data = prepare_data(f"text:{file}", make_workload("llama-nano"), 32)
@@ -126,7 +126,7 @@ def test_text_files(tmp_path: Path) -> None:
     assert bytes(inputs[0].astype(np.uint8)) in b"call me ishmael " * 100
 
 
-def test_parquet_files_with_labels(tmp_path: Path) -> None:
+def test_parquet_files_with_labels_are_read(tmp_path: Path) -> None:
     import pandas as pd
 
     file = tmp_path / "rows.parquet"
@@ -138,7 +138,9 @@ def test_parquet_files_with_labels(tmp_path: Path) -> None:
         assert set(row) <= {ord("ab"[label]), ord("\n")}
 
 
-def test_hub_datasets_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_datasets_are_read_from_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import pandas as pd
 
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
@@ -259,7 +261,7 @@ def test_trained_parameters_of_variants_are_those_of_the_papers(suffix: str, tra
         ("nf4+lora", 4 * (3_344_640 + LORA) - 3.5 * MATRICES, 4 * MATRICES / 64 + 28 * 16 * 4),
     ],
 )
-def test_stored_bytes_of_variants(suffix: str, weights: float, beside: float) -> None:
+def test_stored_bytes_of_variants_are_counted(suffix: str, weights: float, beside: float) -> None:
     facts = model_facts(make_workload(f"llama-mini+{suffix}"), 64)
     rotary = 2 * 4 * 256 / 4 / 2
     assert (facts.parameter_bytes, facts.buffer_bytes) == (weights, beside + rotary)
@@ -399,7 +401,7 @@ def test_a_variant_that_ran_out_of_memory_says_nothing_about_another() -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral-nano", "qwen3-moe-nano"])
-def test_flops_of_experts_by_hand(name: str) -> None:
+def test_flops_of_experts_match_those_counted_by_hand(name: str) -> None:
     """The backward pass takes twice the operations of the forward pass. Each of two blocks has four
     projections of 32 by 32, and attention over 16 tokens. A router of four experts and three
     matrices of 32 by 48 in two experts follow, then 256 logits. Some versions of transformers also
