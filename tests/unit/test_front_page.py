@@ -15,8 +15,14 @@ import yaml
 
 import bench
 from bench.cli import COMMANDS
+from harness.analysis import compare, history, stats
+from harness.launch import watch
+from harness.measure import memory_kinds, step_breakdown
+from harness.planner.cluster.recipe import STATES
+from harness.run import expected
 from harness.run.runner import ProgressListener
 from harness.seam.registry import strategies
+from harness.worker import rank_profile
 from tests.command_lines import REFERENCE, ROOT
 from tests.unit.test_cli import here
 
@@ -24,6 +30,32 @@ README, DOCS = ROOT / "README.md", ROOT / "docs"
 H200 = REFERENCE / "h200-141gb"
 ANSWER = re.compile(r"^\$ python -m bench (.*)\n((?:.+\n)+?)```$", re.M)
 """A block of code with a command and what it prints."""
+
+NUMBERS = ("", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+SENTENCES = {
+    "compare.md": (
+        f"throughput of at least {stats.SMALLEST_EFFECT:.1%}",
+        f"at least {compare.MEMORY_EFFECT:.0%} and {compare.MEMORY_EFFECT_BYTES / 2**20:.0f} MiB",
+        f"{compare.MEMORY_EFFECT:.0%} in memory are ignored",
+        f"each level needs at least {NUMBERS[history.MIN_RUNS]} runs",
+        f"At most {history.FALSE_ALARM_RATE * 100:g} in 100 series",
+    ),
+    "failures.md": (
+        f"{watch.SECONDS:g} s ({watch.COLD_GPU_SECONDS:g} s before a GPU's first step)",
+        f"{NUMBERS[watch.TIMES_LONGEST]} times the longest phase",
+    ),
+    "hosts.md": (
+        f"{NUMBERS[int(expected.LIMIT_FACTOR)]} times its prediction",
+        f"at least {NUMBERS[int(expected.LEAST_LIMIT_SECONDS / 60)]} minutes",
+    ),
+    "profile.md": (
+        f"{NUMBERS[rank_profile.PLAIN_STEPS]} plain steps",
+        f"{NUMBERS[rank_profile.PROFILED_STEPS]} steps under torch's profiler",
+        f"{NUMBERS[memory_kinds.STEPS]} steps under torch's memory tracker",
+        f"by more than {step_breakdown.STRAGGLES:.0%} over the median",
+    ),
+}
+"""What guides say of thresholds and numbers in the code."""
 
 # Runs a command as on a system that has no /proc, and lacks the functions that only Linux has.
 WITHOUT_LINUX = """
@@ -84,6 +116,39 @@ def test_minutes_of_matrices_are_those_of_a_dry_run() -> None:
         plan = here(*command.split(), "--dry-run", "--host", "h100").stdout
         (predicted,) = re.findall(r"about (\d+) min \d+ s in total", plan)
         assert int(minutes) == pytest.approx(int(predicted), rel=0.3)
+
+
+@pytest.mark.parametrize("page", SENTENCES)
+def test_thresholds_in_guides_are_those_of_the_code(page: str) -> None:
+    text = " ".join((DOCS / page).read_text().split())
+    assert [sentence for sentence in SENTENCES[page] if sentence not in text] == []
+
+
+def test_versions_of_torch_and_drivers_are_those_of_the_setup() -> None:
+    text = " ".join((DOCS / "setup.md").read_text().split())
+    (low, high), script = (
+        re.findall(r"torch>=2\.(\d+),<2\.(\d+)", (ROOT / "pyproject.toml").read_text())[0],
+        (ROOT / "scripts" / "setup.sh").read_text(),
+    )
+    (transformers,) = re.findall(r"transformers>=([\d.]+),", (ROOT / "pyproject.toml").read_text())
+    assert f"torch 2.{low} to 2.{int(high) - 1}, transformers {transformers} or newer" in text
+    drivers = re.search(r"-ge (\d+) .* -lt (\d+) ", script)
+    assert drivers
+    assert f"| {drivers[2]} or newer, or none | 2.{int(high) - 1} | CUDA 13 |" in text
+    assert f"| {drivers[1]} to {int(drivers[2]) - 1} | 2.10 | CUDA 12 |" in text
+    assert "echo torch==2.10.0" in script
+
+
+def test_bytes_and_accuracy_of_fits_are_those_of_code_and_study() -> None:
+    text = " ".join((DOCS / "fits.md").read_text().split())
+    for name, states in STATES.items():
+        count = states.parameter + states.gradient + states.optimizer
+        assert re.search(rf"\| `{name}` \| [^|]* \| {count:g} \|", text), name
+    study = (DOCS / "studies" / "fine-tuning-fits.md").read_text()
+    rows = re.findall(r"\| (\d+) \| \S+ \| (\S+)% \| \S+ \| (\S+)% \|$", study, re.M)
+    runs, memory, speed = zip(*rows, strict=True)
+    worst = f"peaks are within {max(map(float, memory)):g}% and speeds within"
+    assert f"For {sum(map(int, runs))} measured runs, {worst} {max(map(float, speed)):g}%" in text
 
 
 def verified(folder: Path) -> set[str]:
