@@ -155,7 +155,7 @@ _UNITS = {
 def parse_bytes(text: str | int) -> int:
     """Parses `60GiB`, `500MB` or a number. Raises UsageError for anything else."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgtKMGT]?i?[bB])?\s*", str(text))
-    with contextlib.suppress(ValueError, KeyError, OverflowError):  # 1.2.3GiB, 1iB
+    with contextlib.suppress(ValueError, KeyError, OverflowError):  # such as 1.2.3GiB or 1iB
         if match:
             return int(float(match[1]) * _UNITS[(match[2] or "B").upper()])
     raise UsageError(f"{text!r} is not an amount of memory; write it like 2GiB or 500MB")
@@ -177,7 +177,7 @@ def read_as(name: str, kind: type[AnyMatrix]) -> AnyMatrix:
         path = Path(name)
     if not path.is_file():
         raise UsageError(
-            f"unknown matrix {name!r}; known are {', '.join(matrix_names())}, or give the path of a"
+            f"unknown matrix {name!r}; use one of {', '.join(matrix_names())}, or the path of a"
             " YAML file"
         )
     return matrix_of(parse_yaml(path.read_bytes(), f"matrix {path}"), kind, str(path))

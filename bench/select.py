@@ -187,8 +187,8 @@ def find_cells(
         require_unchanged(recorded, settings)
         return [recorded]
     raise UsageError(
-        f"{word!r} matches no strategy, label, name or id of a cell of the matrix, nor an id or"
-        f" name in {str(store.folder)!r}; matrix {matrix!r} has {_strategies(cells)}"
+        f"no cell matches {word!r} in matrix {matrix!r} or in results {str(store.folder)!r}; the"
+        f" matrix has: {_strategies(cells)}"
     )
 
 

@@ -101,7 +101,8 @@ def _register() -> None:
         for command, module_path in commands.items():
             module, _, function = module_path.partition(":")
             run = getattr(import_module(f"bench.cli.{module}"), function)
-            # Typer keeps line breaks, which would break lines anew in a narrower or wider terminal.
+            # Join the docstring's lines: Typer keeps its line breaks, which look wrong at any width
+            # but the docstring's.
             paragraphs = inspect.cleandoc(run.__doc__).split("\n\n")
             text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
             run = _with_training_packages(run) if command in TRAINING_COMMANDS else run

@@ -164,7 +164,7 @@ def read_runs(
     names = tuple(table.model.astype(str))
     if unknown := sorted(set(names) - models.keys()):
         raise UsageError(
-            f"{str(file)!r}: unknown model {unknown[0]!r}; known are {', '.join(models)}"
+            f"{str(file)!r}: unknown model {unknown[0]!r}; use one of {', '.join(models)}"
         )
 
     def ints(name: str) -> Ints:

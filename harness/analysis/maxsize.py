@@ -165,7 +165,7 @@ def order_notes(rows: Sequence[MaxsizeResult], order: Sequence[Sequence[str]]) -
         for less, more in itertools.pairwise(present):
             if (more.parameters or 0) <= (less.parameters or 0):
                 notes.append(
-                    f"unlike in theory, {more.label} reaches {more.largest_model}, no more"
+                    f"contrary to theory, {more.label} reaches {more.largest_model}, no more"
                     f" than {less.label} with {less.largest_model}. {more.label}: {limits(more)}."
                     f" {less.label}: {limits(less)}"
                 )

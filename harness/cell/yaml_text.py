@@ -34,7 +34,7 @@ def require_keys(keys: Iterable[str], allowed: Iterable[str], where: str) -> Non
     for key in keys:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+            hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(names)}"
             raise UsageError(f"{where}: unknown key {key!r}; {hint}")
 
 

@@ -62,7 +62,7 @@ _WHAT = {
 def known_target(to: str) -> str:
     """Returns a target's description; raises UsageError if it is unknown."""
     if to not in TARGETS:
-        raise UsageError(f"unknown target {to!r}; known are {', '.join(TARGETS)}")
+        raise UsageError(f"unknown target {to!r}; use one of {', '.join(TARGETS)}")
     return TARGETS[to]
 
 

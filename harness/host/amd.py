@@ -88,7 +88,7 @@ def described(properties: object) -> TorchGpu:
     name, memory, uuid, domain, bus, device = (
         getattr(properties, field) for field in ("name", "total_memory", "uuid", *places)
     )
-    # Followed by features, as in gfx942:sramecc+:xnack-.
+    # torch appends features, as in gfx942:sramecc+:xnack-.
     architecture = getattr(properties, "gcnArchName", "").partition(":")[0]
     address = f"{domain:04x}:{bus:02x}:{device:02x}.0"
     return TorchGpu(name, memory, f"GPU-{uuid}", address, architecture)

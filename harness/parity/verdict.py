@@ -108,7 +108,7 @@ KINDS = (
         absolute=True,
     ),
     Kind("buffers", 1.0, 1.0, "buffer {} is off by {:.2e} of its change"),
-    # Relative to gradients, which may almost cancel.
+    # Moments are compared relative to gradients, which may almost cancel.
     Kind(
         "moments",
         1.0,

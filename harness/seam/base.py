@@ -152,7 +152,7 @@ class CostModel:
             if count - 1 in stages:
                 held += ends * (cell.micro_batches if forwards_first else 1)
             else:
-                # Gradients of a block's results, where the last stage has the head's.
+                # Add gradients of a block's results; the last stage has those of its head.
                 held += (block + recomputed) / 2
             most = max(most, held)
         return most

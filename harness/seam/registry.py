@@ -76,7 +76,7 @@ def _strategy_class(name: str) -> type[Strategy]:
     found = strategies()
     if name not in found:
         raise UsageError(
-            f"unknown strategy {name!r}; known are {', '.join(found)}, or give FILE.py:CLASS"
+            f"unknown strategy {name!r}; use one of {', '.join(found)}, or give FILE.py:CLASS"
         )
     return found[name]
 

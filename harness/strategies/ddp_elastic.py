@@ -24,7 +24,7 @@ class DdpElastic(Strategy):
 
     capabilities = Capabilities(
         min_devices=2,
-        # One is needed; the others allow for unplanned failures in warm-up.
+        # One restart is needed; further restarts allow for unplanned failures in warm-up.
         max_restarts=3,
         # Snapshots hold the losses of all steps.
         fixed_steps=True,

@@ -105,7 +105,7 @@ def join(job: Job, tcp: bool) -> None:
     from torch.distributed import rpc
 
     options = rpc.TensorPipeRpcBackendOptions(
-        num_worker_threads=job.layout.data + 1,  # on the server, each worker's push blocks one
+        num_worker_threads=job.layout.data + 1,  # on the server, each worker's push blocks a thread
         rpc_timeout=job.cell.time_limit_seconds,
         _transports=["uv"] if tcp else None,
         _channels=["basic"] if tcp else None,

@@ -186,7 +186,7 @@ def test_the_documents_table_is_right() -> None:
         (small("tensor", workload="gpt2-nano"), "torchrun", "torchrun: torch .*Linear.* a llama"),
         (small("ddp", precision="fp16"), "accelerate", "in fp16 on cpu has no export"),
         (small("ddp", global_batch=3), "torchrun", "3.*2"),
-        (small("ddp"), "kubernetes", "known are torchrun, slurm"),
+        (small("ddp"), "kubernetes", "use one of torchrun, slurm"),
     ],
     ids=lambda value: value.label if isinstance(value, Cell) else None,
 )

@@ -83,7 +83,7 @@ def test_cells_are_found_in_a_matrix_or_else_in_a_run(store: Store) -> None:
     assert find_cells(CELLS, "ddp", "m", store, ["batch=4"]) == [STATIC, PLAIN]
     with pytest.raises(UsageError, match="--set 'batch=4'"):
         find_cells([STATIC], SHARDED.id, "m", store, ["batch=4"])
-    with pytest.raises(UsageError, match=r"'dpp' .* 'm' has ddp, fsdp2"):
+    with pytest.raises(UsageError, match=r"'dpp' .* the matrix has: ddp, fsdp2"):
         find_cells(CELLS, "dpp", "m", store)
     assert plainest([STATIC, PLAIN]) == PLAIN
     assert with_options(PLAIN, "static_graph=true") == STATIC

@@ -71,7 +71,7 @@ NEXT_STEP = (
 )
 CONTRAST = (
     r"\b(?:than|expected|lacks?|outside|matches no|cannot \w+|there is no|not (?:an?|divi\w+|for|in"
-    r"|on)|(?:do|goals|known|ranks) are)\b"
+    r"|on)|(?:do|goals|ranks) are)\b"
 )
 CAUSE = r"[:;,(] ?\{\}|option \{\}$|^\{\} \{\}$"
 """The last word has another program, the system, or a sentence made elsewhere."""

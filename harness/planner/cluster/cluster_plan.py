@@ -291,7 +291,7 @@ def _what_is_missing(question: ClusterQuestion, result: Predictions) -> str:
             f" {cluster.memory_bytes / 1e9:.1f} GB"
         )
     if not result.stored.all():
-        missing.append("others offload more than a node's memory and disks hold")
+        missing.append("other layouts offload more than a node's memory and disks hold")
     return ", and ".join(missing)
 
 

@@ -69,6 +69,6 @@ def missing_bf16(model: GpuModel) -> str:
     if model.bf16_flops_per_second:
         return ""
     return (
-        f"{model.host_name} has no bf16 arithmetic; times assume its fp16 rate, real ones are"
-        " longer."
+        f"{model.host_name} has no bf16 arithmetic; predicted times assume its fp16 rate, so"
+        " real times are longer."
     )

@@ -325,7 +325,7 @@ def _input_bytes(shape: ModelShape, recipe: Recipe) -> float:
     if recipe.adapter:
         matrices = recipe.adapter.matrices(shape)
         inputs = 2.0 * sum(size for name, (size, _) in matrices.items() if name != "down")
-        # The router's.
+        # The input of the router's adapter.
         inputs += 2.0 * hidden * recipe.adapter.adapts_experts(shape)
         # DoRA scales both the target's output and the adapter's, and keeps them for backward.
         return inputs + (4.0 * recipe.adapter.outputs(shape) if recipe.adapter.dora else 0.0)

@@ -374,7 +374,7 @@ def _from_sizes(text: str) -> ModelShape:
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         if name not in _SIZES:
-            raise UsageError(f"unknown model size {name!r}; known are {', '.join(_SIZES)}")
+            raise UsageError(f"unknown model size {name!r}; use one of {', '.join(_SIZES)}")
         if not re.fullmatch(r"\d+", value):
             raise UsageError(
                 f"model size {name}={value!r} is not a whole number; give it as digits"

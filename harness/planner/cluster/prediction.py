@@ -72,8 +72,7 @@ def energy(
     device = question.cluster.device
     if device not in watts():
         raise UsageError(
-            f"the maximum power of device {device!r} is unknown; known are those of"
-            f" {', '.join(watts())}"
+            f"the maximum power of device {device!r} is unknown; use one of {', '.join(watts())}"
         )
     busy = np.minimum(seconds, time.compute + time.update)
     joules = watts()[device] * (COMPUTING * busy + WAITING * (seconds - busy))
