@@ -59,17 +59,17 @@ def plan_page(
         PageSection("map", "Which strategy wins where", [winners]),
         PageSection("charts", "Over devices", [ui.Charts([*_charts(by_model)])]),
     ]
-    return html_page(head, [one for one in sections if ui.visible(one.blocks, "page")])
+    return html_page(head, [section for section in sections if ui.visible(section.blocks, "page")])
 
 
-def _row(one: ClusterCandidate) -> ui.Row:
-    gigabytes = f"{one.reserved_low / 1e9:.0f} to {one.reserved_high / 1e9:.0f}"
+def _row(candidate: ClusterCandidate) -> ui.Row:
+    gigabytes = f"{candidate.reserved_low / 1e9:.0f} to {candidate.reserved_high / 1e9:.0f}"
     texts = (
-        f"{one.seconds:.3g} s ({one.seconds_low:.3g} to {one.seconds_high:.3g})",
-        f"{one.tokens_per_second:,.0f}",
-        f"{one.reserved_bytes / 1e9:.1f} GB ({gigabytes})",
+        f"{candidate.seconds:.3g} s ({candidate.seconds_low:.3g} to {candidate.seconds_high:.3g})",
+        f"{candidate.tokens_per_second:,.0f}",
+        f"{candidate.reserved_bytes / 1e9:.1f} GB ({gigabytes})",
     )
-    return ui.Row(data(f"{one.strategy}: {one.layout.text}"), [*map(ui.Td, texts)])
+    return ui.Row(data(f"{candidate.strategy}: {candidate.layout.text}"), [*map(ui.Td, texts)])
 
 
 def _winners(by_model: Mapping[str, Sequence[Square]]) -> ui.Table:

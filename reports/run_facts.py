@@ -63,13 +63,13 @@ def _gpus(run: RunRecord) -> list[tuple[str, str]]:
     text = ", ".join(f"{name} {value}" for name, value in versions.items() if value is not None)
     facts = _json(run.gpu_facts)
     settings = Counter(map(_setting, facts if isinstance(facts, list) else []))
-    each = "; ".join(
+    gpu_settings = "; ".join(
         f"{plural(count, 'GPU')}: {setting}" for setting, count in settings.items() if setting
     )
     return [
         ("GPUs not used", run.gpus_unused or ""),
         ("GPU software", text),
-        ("GPU settings", each),
+        ("GPU settings", gpu_settings),
         ("GPU speed, measured", _speed(run.device_speed)),
         ("GPU connections", _connections(_json(run.gpu_topology))),
     ]
@@ -284,15 +284,15 @@ def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
     present = [by_label[label] for label in chain if label in by_label]
     if len(present) < 2:
         return ""
-    kept = all(
+    as_predicted = all(
         (more.parameters or 0) > (less.parameters or 0)
         for less, more in itertools.pairwise(present)
     )
     measured = sorted(present, key=lambda row: row.parameters or 0)
-    words = f"{measured[0].label} {measured[0].largest_model}"
+    order = f"{measured[0].label} {measured[0].largest_model}"
     for less, more in itertools.pairwise(measured):
         sign = "<" if less.parameters != more.parameters else "="
-        words += f" {sign} {more.label} {more.largest_model}"
-    if kept:
-        return f"Measured order, as theory predicts: {words}"
-    return f"Measured order: {words}; theory predicts {' < '.join(row.label for row in present)}"
+        order += f" {sign} {more.label} {more.largest_model}"
+    if as_predicted:
+        return f"Measured order, as theory predicts: {order}"
+    return f"Measured order: {order}; theory predicts {' < '.join(row.label for row in present)}"

@@ -19,7 +19,7 @@ PAGE_FORMATS = ("html", "pdf-ready")
 SECTIONED = ("html", "md", "pdf-ready")
 _USAGE = "python -m bench report --out FILE"
 
-Each: TypeAlias = Annotated[
+Separate: TypeAlias = Annotated[
     bool, typer.Option("--each", help="Write a separate report for each run.")
 ]
 FormatName: TypeAlias = Annotated[
@@ -50,7 +50,7 @@ def report(
     run: Runs = None,
     results: Results = Path("results"),
     every: AllRuns = False,
-    each: Each = False,
+    separate: Separate = False,
     format_name: FormatName = None,
     section: Sections = None,
     baseline: BaselineCell = "",
@@ -77,7 +77,7 @@ def report(
     uses_of_file += ["--json lists the files written"] if json_output else []
     _check(chosen, sections, out, [] if index else uses_of_file)
     if index:
-        if run or every or each or section or baseline or format_name not in (None, "html"):
+        if run or every or separate or section or baseline or format_name not in (None, "html"):
             raise UsageError(
                 "--index writes only the index of all runs: combine it only with --results,"
                 " --out, --open and --json"
@@ -85,15 +85,15 @@ def report(
         written, run_ids = [_index(store, out or PAGES / "index.html")], store.run_ids()
     else:
         run_ids = find_runs(store, run or [], every)
-        if each and out and len(run_ids) > 1:
+        if separate and out and len(run_ids) > 1:
             raise UsageError(
                 f"--out names one file, but --each writes {len(run_ids)} reports; leave one of the"
                 " two out"
             )
-        if baseline and not each and len(run_ids) > 1:
+        if baseline and not separate and len(run_ids) > 1:
             raise UsageError("--baseline is for reports of one run: name one, or use --each")
         written = []
-        for group in [[run_id] for run_id in run_ids] if each else [run_ids]:
+        for group in [[run_id] for run_id in run_ids] if separate else [run_ids]:
             text = _text(store, group, chosen, sections, baseline)
             if path := out or _page(group, chosen):
                 written.append(write_whole(text, path, _USAGE))
