@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from harness.analysis.cell_result import WORST_VERDICT_FIRST, CellResult
 from harness.cell.cell import TECHNIQUES, Cell, over, without_folder
 from harness.cell.errors import plural
-from harness.cell.training import HALF_PRECISIONS, emulated, rounding_alone
+from harness.cell.training import HALF_PRECISIONS, emulated, half_precision, rounding_alone
 from harness.record.trial import NOT_LAUNCHED
 
 Item = TypeVar("Item")
@@ -148,25 +148,28 @@ _SIZES = ("workload", "data", "sequence_length", "global_batch", "micro_batches"
 def with_same_training(cells: Sequence[CellResult]) -> list[CellResult]:
     """Fills in `same_training` and `fp32_twin`. `cells` must include the fp32 twins."""
     judged = [cell for cell in cells if cell.parity.verdict is not None]
-    twins = grouped((cell for cell in judged if cell.cell.precision == "fp32"), _key)
+    twins = grouped((cell for cell in judged if not _half_precision(cell)), _key)
     return [_judged(cell, twins.get(_key(cell), ())) for cell in cells]
 
 
 def _key(result: CellResult) -> tuple[object, ...]:
     cell = result.cell.model_copy(update={"micro_batches": 1})
-    model, _, suffixes = cell.workload.partition("+")
+    model, *suffixes = cell.workload.split("+")
     alike = (*series(cell), *setting(cell, (*_SIZES, "precision")))
-    return (result.run_id, *alike, model.partition("-")[0], suffixes)
+    adapters = tuple(suffix for suffix in suffixes if suffix not in HALF_PRECISIONS)
+    return (result.run_id, *alike, model.partition("-")[0], adapters)
+
+
+def _half_precision(result: CellResult) -> str:
+    return half_precision(result.cell.precision, result.cell.workload)
 
 
 def _judged(cell: CellResult, twins: Iterable[CellResult]) -> CellResult:
-    parity, precision, twin = cell.parity, cell.cell.precision, ""
+    parity, half, twin = cell.parity, _half_precision(cell), ""
     same = parity.verdict == "exact"
-    if precision in HALF_PRECISIONS:
+    if half:
         twin = _verdict_of_nearest(cell, twins)
-        same |= parity.verdict == "within tolerance" and rounding_alone(
-            precision, parity.reason or ""
-        )
+        same |= parity.verdict == "within tolerance" and rounding_alone(half, parity.reason or "")
         same &= twin in ("", "exact")
     same &= not emulated(parity.reason or "")
     parity = dataclasses.replace(parity, fp32_twin=twin, same_training=same)

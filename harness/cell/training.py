@@ -80,6 +80,12 @@ REASONS = "; "
 HALF_PRECISIONS = ("bf16", "fp16")
 
 
+def half_precision(precision: str, workload: str) -> str:
+    """Returns the half precision in which a cell computes or stores its weights, else nothing."""
+    used = {precision, *workload.split("+")[1:]}
+    return next((half for half in HALF_PRECISIONS if half in used), "")
+
+
 def rounding_alone(precision: str, reason: str) -> bool:
     """Returns whether half precision is the only reason for a tolerance."""
     return precision in HALF_PRECISIONS and REASONS not in reason

@@ -12,7 +12,7 @@ from harness.analysis.ranking import Choice, additions
 from harness.analysis.setting import GroupSize, Setting, heading, timed
 from harness.analysis.summary import summarised
 from harness.cell.cell import BASELINE, Cell
-from harness.cell.training import EXACT, rounding_alone
+from harness.cell.training import EXACT, half_precision, rounding_alone
 from harness.host.cores import oversubscribed
 from harness.parity.verdict import allowed_deviation
 from harness.record.plan import Plan
@@ -94,7 +94,8 @@ def may_be_advised(cell: Cell) -> bool:
     if stand_in_of(strategy, cell, workload):
         return False
     allowed = allowed_deviation(cell, workload, strategy, strategy.layout(cell.devices))
-    return allowed == EXACT or rounding_alone(cell.precision, allowed.reason)
+    half = half_precision(cell.precision, cell.workload)
+    return allowed == EXACT or rounding_alone(half, allowed.reason)
 
 
 def _planned_baseline(cells: Sequence[Cell], chosen: Choice | None = None) -> Cell | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from harness.analysis.cell_result import CellResult
 from harness.analysis.summary import cell_results
 from harness.cell.cell import Cell
-from harness.cell.training import REASONS
+from harness.cell.training import REASONS, half_precision
 from harness.parity.verdict import PRECISION
 from harness.record.files import VERSION
 from harness.record.plan import Plan
@@ -265,7 +265,7 @@ def half_rows(
 
     `own_reasons`: further reasons, which the strategy declares.
     """
-    allowed = PRECISION[cell.precision]
+    allowed = PRECISION[half_precision(cell.precision, cell.workload)]
     more: dict[str, Any] = {
         "schema_version": VERSION,
         "oversubscribed": False,

@@ -80,7 +80,12 @@ def test_half_precision_gets_advice_a_baseline_and_further_rounds(
     assert set().union(*heats) == {cell.cell_id for cell in racing}
 
 
-def test_a_cell_is_judged_by_its_twin_in_fp32_where_the_run_has_one() -> None:
+@pytest.mark.parametrize(
+    ("precision", "workload"), [("bf16", "llama-mini"), ("fp32", "llama-mini+bf16")]
+)
+def test_a_cell_is_judged_by_its_twin_in_fp32_where_the_run_has_one(
+    precision: str, workload: str
+) -> None:
     twins: dict[str, dict[str, Any]] = {
         "exact": {},
         "within tolerance": {"parity_verdict": "within tolerance", "parity_reason": "rounding"},
@@ -90,13 +95,14 @@ def test_a_cell_is_judged_by_its_twin_in_fp32_where_the_run_has_one() -> None:
     rows = []
     for number, changes in enumerate(twins.values(), 1):
         options = {"bucket_cap_mb": number}
-        half = Cell(strategy="ddp", options=options, precision="bf16", workload="llama-mini")
+        fields = {"precision": precision, "workload": workload}
+        half = Cell(strategy="ddp", options=options, **fields)  # type: ignore[arg-type]
         rows += half_rows(half, [10.0, 10.1])
         twin = Cell(strategy="ddp", options=options, workload="llama-micro", micro_batches=2)
         rows += trial_rows(twin, [10.0], **changes)
         other = Cell(strategy="ddp", options=options, workload="resnet-micro")
         rows += trial_rows(other, [10.0], parity_verdict="within tolerance")
-    group = in_precision(cell_results(frame_of(rows)), "bf16")
+    group = [row for row in cell_results(frame_of(rows)) if row.cell.workload == workload]
     assert {cell.parity.fp32_twin: cell.parity.same_training for cell in group} == {
         "exact": True,
         "within tolerance": False,
