@@ -3,11 +3,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
-import yaml
 
 from bench.cli.options import Gpus, Json, OwnRuns, Seq, StatesPrecision
 from harness.cell.errors import UsageError
@@ -15,8 +13,18 @@ from harness.cell.errors import UsageError
 if TYPE_CHECKING:
     from harness.planner.fits import FitAnswer, FitQuestion
 
-USUAL = Path(__file__).parents[1] / "fits.yaml"
-"""File with the matrix and the cell for each way of sharding states."""
+MATRIX = "finetune"
+COMPARED = {
+    "one": ("single", "ddp"),
+    "none": ("ddp", "fsdp2"),
+    "full": ("fsdp2", "fsdp1", "deepspeed"),
+}
+"""Strategies that the printed command compares, for each way of sharding states. The first one is
+that of the answer, and the baseline."""
+UNKNOWN = "hf:PATH"
+"""Model in a printed command if only the planner has its sizes."""
+MIXED = "fsdp2(mixed_precision=true)"
+"""Baseline if full states are sharded under autocast, where plain fsdp2 keeps more memory."""
 GIB = 2**30
 ADAPTED_CELLS = {
     "lora": ("+bf16+lora", "fp32"),
@@ -139,6 +147,8 @@ def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
         )
     if command:
         lines.append(f"run: {command}")
+        if UNKNOWN in command:
+            lines.append("replace PATH by the model's hub id, or by the folder of its config.json")
         if differences := _differences(question):
             lines.append(f"this run differs from your question: {', '.join(differences)}")
     return lines
@@ -178,25 +188,26 @@ def _command(model: str, question: FitQuestion, result: FitAnswer) -> str:
     if cell is None:
         return ""
     variant, precision = cell
-    workload = f"{model}{variant}"
     try:
-        make_workload(workload)
+        make_workload(f"{model}{variant}")
     except UsageError:
-        workload = f"hf:PATH{variant}"
+        model = UNKNOWN
     sharding: str = recipe.sharding if question.gpus > 1 else "one"
+    only = " ".join(f"--only {strategy}" for strategy in COMPARED[sharding])
+    baseline = COMPARED[sharding][0]
     if full and sharding == "full" and precision == "bf16":
-        sharding = "full-bf16"
-    usual: dict[str, dict[str, str]] = yaml.safe_load(USUAL.read_text(encoding="utf-8"))
-    matrix, pattern = usual[sharding]["matrix"], shlex.quote(usual[sharding]["only"])
+        baseline = shlex.quote(MIXED)
     axes = {
         "devices": question.gpus,
-        "workload": workload,
+        "workload": f"main{variant}",
         "sequence_length": recipe.sequence,
         "regime": "strong",
         "batch": recipe.micro_batch * question.gpus,
         "recompute": recipe.recompute,
         "precision": precision,
     }
-    return f"python -m bench run --matrix {matrix} --only {pattern} " + " ".join(
-        f"--set {name}={value}" for name, value in axes.items()
+    settings = " ".join(f"--set {name}={value}" for name, value in axes.items())
+    return (
+        f"python -m bench run --matrix {MATRIX} --model {shlex.quote(model)} {only}"
+        f" --baseline {baseline} {settings}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from bench.cli import app
 from bench.expand import expand
 from bench.matrix import host_of, parse_changes, read_matrix
+from bench.select import baseline_choice
 from harness.cell.cell import Cell
 from harness.cell.errors import UsageError
 from harness.host.gpu_models import gpu_models, gpu_named
@@ -35,6 +37,7 @@ from harness.planner.cluster.recipe import (
 )
 from harness.planner.fits import link_bytes_per_second, tokens_per_second
 from harness.planner.rehearsal.rehearse import rehearse
+from harness.run.allocation import may_be_advised
 
 ROOT = Path(__file__).parents[2]
 H200 = ROOT / "results/reference/h200-141gb/finetune.csv"
@@ -188,14 +191,20 @@ def test_public_questions_are_answered() -> None:
 
 
 def cells_of_command(answer: dict[str, Any], gpus: str) -> list[Cell]:
-    """Returns the cells that the printed command trains on these GPUs."""
+    """Returns the cells that the printed command trains on these GPUs, the baseline first."""
     words = shlex.split(str(answer["command"]))
-    settings = [words[index + 1] for index, word in enumerate(words) if word == "--set"]
-    matrix, only = (words[words.index(option) + 1] for option in ("--matrix", "--only"))
-    changes = parse_changes(settings)
-    expanded = expand(read_matrix(matrix), host_of(gpus, 1), only=[only], changes=changes)
-    assert not expanded.left_out
-    return list(expanded.cells)
+    given: dict[str, list[str]] = {}
+    for option, value in itertools.pairwise(words):
+        given.setdefault(option, []).append(value)
+    (matrix,), (model,), (baseline,) = (given[f"--{x}"] for x in ("matrix", "model", "baseline"))
+    changes = parse_changes(given["--set"])
+    expanded = expand(
+        read_matrix(matrix), host_of(gpus, 1), only=given["--only"], changes=changes, model=model
+    )
+    cells, chosen = expanded.cells, baseline_choice(baseline, expanded.cells)
+    assert chosen is not None
+    assert len({cell.workload for cell in cells}) == 1
+    return sorted(cells, key=lambda cell: (not chosen(cell), cell.label))
 
 
 @pytest.mark.thorough
@@ -210,7 +219,7 @@ def cells_of_command(answer: dict[str, Any], gpus: str) -> list[Cell]:
 def test_the_command_allocates_what_was_counted(gpus: str, options: str) -> None:
     """The cell allocates the predicted bytes, except for matrix inputs that peft casts to fp32."""
     answer = verdict_of(f"llama-1b --gpus {gpus} {options} --seq 1024 --micro-batch 2")[1]
-    (cell,) = cells_of_command(answer, gpus)
+    cell = cells_of_command(answer, gpus)[0]
     peak = rehearse(cell.model_copy(update={"device": "cpu"}), (0,)).fullest.peak_bytes
     assert peak == pytest.approx(answer["peak_bytes"], rel=0.15)
 
@@ -228,10 +237,12 @@ def test_the_command_allocates_what_was_counted(gpus: str, options: str) -> None
 def test_the_command_trains_the_answer(
     gpus: str, options: str, strategy: str, chosen: dict[str, object]
 ) -> None:
-    """One cell, whose micro-batch, sharding and states are the answer's."""
+    """The baseline has the answer's micro-batch, sharding and states, and others to be compared
+    with, of which several may be advised."""
     answer = verdict_of(f"llama-8b --gpus {gpus} {options}")[1]
     recipe = answer["recipe"]
-    (cell,) = cells_of_command(answer, gpus)
+    cell, *others = cells_of_command(answer, gpus)
+    assert len(list(filter(may_be_advised, [cell, *others]))) > 1
     assert (cell.strategy, cell.options) == (strategy, chosen)
     assert (recipe["sharding"] == "full") == (strategy == "fsdp2")
     assert cell.global_batch == recipe["micro_batch"] * cell.devices
