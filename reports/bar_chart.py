@@ -233,8 +233,13 @@ def bars_of(
     return Bars(name, title, axis, bars, f"{summary}: {first_few(bars, 5)}", notes, **more)
 
 
+def with_headings(bar: Callable[[Item], Bar]) -> Callable[[Item | str], Bar]:
+    """Makes bars of items, and lines without a bar of texts."""
+    return lambda item: Bar(item, None, "") if isinstance(item, str) else bar(item)
+
+
 def first_few(bars: Sequence[Bar], most: int, unit: str = "") -> str:
-    return "; ".join(f"{bar.label} {bar.text}{unit}" for bar in bars[:most])
+    return "; ".join(f"{bar.label} {bar.text}{unit}" for bar in bars[:most] if bar.text)
 
 
 def omitted(total: int, most: int = MOST_ROWS) -> tuple[str, ...]:

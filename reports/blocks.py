@@ -192,6 +192,8 @@ class Row:
     """`id`, `class` and `data-` attributes."""
     group: Words = ""
     """Heading of consecutive rows sorted together."""
+    more: Sequence[tuple[str, Words]] = ()
+    """Details that a reader unfolds in the row."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from harness.analysis.answer import change
 from harness.analysis.cell_result import CellResult
-from harness.analysis.ranking import compare
 from harness.analysis.stats import Comparison
 from harness.cell.errors import plural
 from harness.record.profile_record import COMPONENTS
@@ -17,15 +17,16 @@ from harness.record.trial import TrialRecord
 from reports import blocks as ui
 from reports import run_facts
 from reports.blocks import data, plain_text, strong
+from reports.columns import is_adjusted
 from reports.export_records import for_json, record_of
-from reports.groups import RankedCell, RankedGroup
+from reports.groups import Group
 from reports.html_writer import walk
 from reports.memory_sections import KINDS
 from reports.names import flags
 from reports.run_facts import StepProfile
 from reports.run_report import RunReport, ran
 from reports.run_sections import SECTIONS
-from reports.text import DASH, MIB, deviation, number, scaled
+from reports.text import DASH, deviation, number, scaled, size
 from reports.time_sections import utilization
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ _MEMORY = (
 class CellDetail:
     report: RunReport
     cell: CellResult
-    group: RankedGroup | None
+    group: Group | None
     """Cells that differ from it only in strategy; None if it is not ranked."""
     trials: Sequence[TrialRecord]
     steps: pd.DataFrame
@@ -78,9 +79,15 @@ class CellDetail:
 
     @property
     def ratio(self) -> Comparison | None:
-        """Throughput over the fastest cell's; None for the fastest."""
-        fastest = self.group.rows[0] if self.group else self.cell
-        return None if fastest is self.cell else compare(self.cell, fastest)
+        """Throughput over the baseline's, as in the verdict; None for the baseline."""
+        return None if self.cell.relative.baseline == self.cell.cell_id else self.cell.gain
+
+    @property
+    def baseline(self) -> str:
+        """Label of the setting's baseline; empty if there is none."""
+        rows = self.group.rows if self.group else ()
+        ids = {self.cell.relative.baseline}
+        return next((row.cell.label for row in rows if row.cell_id in ids), "")
 
     @property
     def log_tail(self) -> str:
@@ -128,17 +135,17 @@ class CellDetail:
 
     def _ranking(self) -> JsonObject | None:
         cell, group, ratio = self.cell, self.group, self.ratio
-        if group is None or not isinstance(cell, RankedCell):
+        if group is None:
             return None
         return {
-            "place": cell.place,
-            "of": len(group.rows),
-            "same_as_above": cell.same_as_above,
+            "place": cell.relative.place,
+            "of": len(group.fair),
+            "may_be_fastest": cell.relative.may_be_fastest,
             "setting": group.full_title,
-            "fastest": group.rows[0].cell.label,
-            "ratio_to_fastest": ratio and ratio.ratio,
-            "ratio_low": ratio and for_json(ratio.low),
-            "ratio_high": ratio and for_json(ratio.high),
+            "baseline": self.baseline,
+            "over_baseline": ratio and ratio.ratio,
+            "over_baseline_low": ratio and for_json(ratio.low),
+            "over_baseline_high": ratio and for_json(ratio.high),
             "verdict": ratio and ratio.verdict,
         }
 
@@ -170,11 +177,11 @@ class CellDetail:
             blocks.append(ui.Paragraph([strong(word), ": ", data(meaning)], "caution"))
         blocks += [ui.Part("Throughput", [self._trials_table(), *self._speed()])]
         ranks = [
-            ui.Row(str(n), [ui.Td(scaled(seconds, 1e3)), ui.Td(scaled(peak, 1 / MIB))])
+            ui.Row(str(n), [ui.Td(scaled(seconds, 1e3)), ui.Td(size(peak))])
             for n, seconds, peak in self.ranks()
         ]
         if len(ranks) > 1:
-            columns = ui.heads("step p50 (ms)", "peak (MiB)")
+            columns = ui.heads("step p50 (ms)", "peak")
             blocks.append(ui.Part("Ranks", [ui.Table("", "Ranks", "rank", columns, ranks)]))
         blocks += self._rows_of_sections()
         if verified := self._verified():
@@ -194,15 +201,15 @@ class CellDetail:
                 ui.Td(steps or (DASH if trial.status == "ok" else trial.status), "word"),
                 ui.Td(scaled(trial.step_seconds_p50, 1e3)),
                 ui.Td(scaled(trial.step_seconds_p95, 1e3)),
-                ui.Td(scaled(trial.peak_memory_bytes, 1 / MIB)),
+                ui.Td(size(trial.peak_memory_bytes)),
             ]
             rows.append(ui.Row(name, cells))
         columns = ui.heads(
-            "samples/s",
+            "samples/s, as measured",
             "steps: time of the slowest rank: word",
             "p50 (ms)",
             "p95 (ms)",
-            "peak (MiB)",
+            "peak",
         )
         return ui.Table("", "Trials", "trial", columns, rows)
 
@@ -215,23 +222,21 @@ class CellDetail:
                 interval = f"95% interval {number(low)} to {number(high)}"
             rate = speed.tokens_per_second
             tokens = "" if rate is None else f", {number(rate)} tokens/s"
+            adjusted = ", adjusted by the control:" if is_adjusted([self.cell]) else ""
             yield ui.Paragraph(
-                f"mean {number(speed.samples_per_second)} samples/s{tokens}, {interval}"
+                f"mean{adjusted} {number(speed.samples_per_second)} samples/s{tokens}, {interval}"
             )
         if text := utilization(self.cell):
             yield ui.Paragraph(text)
-        if self.group and isinstance(self.cell, RankedCell):
-            place = self.cell.place
-            alike = f", tied with place {place - 1}" if self.cell.same_as_above else ""
-            where = f"place {place} of {len(self.group.rows)}{alike}: "
-            yield ui.Paragraph([where, data(self.group.full_title)])
+        if self.group:
+            place, count = self.cell.relative.place, len(self.group.fair)
+            where = f"place {place} of {count}" if place else "not ranked"
+            if self.cell.relative.may_be_fastest:
+                where += ", may be the fastest"
+            yield ui.Paragraph([f"{where}: ", data(self.group.full_title)])
             if ratio:
-                ends = (
-                    "" if ratio.low is None else f" ({number(ratio.low)} to {number(ratio.high)})"
-                )
-                fastest = data(self.group.rows[0].cell.label)
-                words = f"{number(ratio.ratio)} x the fastest{ends}, "
-                yield ui.Paragraph([words, fastest, f": {ratio.verdict}"])
+                unclear = "" if ratio.verdict in ("faster", "slower") else f": {ratio.verdict}"
+                yield ui.Paragraph([data(change(ratio, self.baseline)), unclear])
 
     def _rows_of_sections(self) -> Iterator[ui.Part]:
         """Yields the cell's row of each table of the report, without what was there before."""
@@ -252,10 +257,12 @@ class CellDetail:
         for table in tables:
             for row in table.rows:
                 ids = row.attributes.get("data-cell"), row.attributes.get("id", "")[len("cell-") :]
+                if self.cell.cell_id not in ids:
+                    continue
                 for head, td in zip(table.columns, row.cells, strict=True):
-                    if self.cell.cell_id in ids:
-                        name = f"{head.title} ({head.unit})" if head.unit else head.title
-                        yield name, td.words
+                    yield (f"{head.title} ({head.unit})" if head.unit else head.title), td.words
+                trials = len(self.trials)
+                yield from row.more[: len(row.more) - trials]
 
     def _verified(self) -> list[tuple[str, ui.Words]]:
         parity = self.cell.parity

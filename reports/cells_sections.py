@@ -8,24 +8,29 @@ from harness.analysis.setting import System, grouped
 from harness.cell.errors import plural
 from harness.record.trial import NO_RESULT, NOT_LAUNCHED, TrialRecord
 from reports import blocks as ui
-from reports.blocks import BREAK, data, joined, phrase, prose, small, strong
+from reports.blocks import BREAK, data, joined, phrase, plain_text, prose, small, strong
 from reports.columns import (
     ReportColumn,
     baseline_columns,
-    device_columns,
     figure,
-    mebibytes,
+    hundredths,
+    in_milliseconds,
+    interval,
+    is_adjusted,
+    mfu_column,
     milliseconds,
     over_baseline,
+    per_gpu_column,
     raw_throughput_columns,
+    size_column,
+    step_time_column,
     throughput_column,
-    word,
+    throughput_of,
 )
-from reports.groups import RankedCell, RankedGroup, fairly_timed
-from reports.names import STATUS, cell_name, disturbance_legend, flags
+from reports.groups import Group
+from reports.names import DOT, MAY_BE_FASTEST, STATUS, cell_name, disturbance_legend, flags
 from reports.run_report import NOT_REACHED, RunReport
-from reports.speed_sections import batch_column
-from reports.text import DASH, deviation, exact, number, percent, scaled
+from reports.text import DASH, deviation, exact, number, percent, plain, size
 
 WORDS = {**STATUS, "diverged": "diverged", NOT_REACHED: NOT_REACHED}
 _LEFT_OUT = (*NOT_LAUNCHED, NOT_REACHED)
@@ -39,21 +44,23 @@ _FILTERS = {
 
 
 def cells_blocks(report: RunReport) -> ui.Blocks:
-    ranked = [cell for group in report.groups for cell in group.rows]
+    leading = [report.leading] if report.leading else []
+    groups = [*leading, *(group for group in report.groups if group not in leading)]
+    ranked = [cell for group in groups for cell in group.rows]
     seen = {cell.cell_id for cell in ranked}
     cells = [*ranked, *(cell for cell in report.cells if cell.cell_id not in seen)]
     if not cells:
         return []
-    columns = _columns(report.cells)
-    rows = [_row(cell, columns) for cell in cells]
+    columns, details = _columns(report.cells), _details(report.cells)
+    trials = grouped(report.trials, lambda trial: trial.cell_id)
+    rows = [_row(cell, columns, details, trials.get(cell.cell_id, ())) for cell in cells]
     heads = [ui.ColumnHead(column.title, column.unit, column.tip, "") for column in columns]
     filters = [
         (name, title, sorted({row.attributes[f"data-{name}"] for row in rows}, key=_by_size))
         for name, title in _FILTERS.items()
     ]
     meaning = disturbance_legend(cells)
-    disturbed = f" ¶: {meaning}; the last column says how many." if meaning else ""
-    heads.append(ui.ColumnHead("Flags", kind=""))
+    disturbed = f" ¶: {meaning}; the row’s details say how many." if meaning else ""
     table = ui.Table("all", "All cells", "Strategy", heads, rows, "sortable full", filters)
     return [ui.Paragraph(prose("cells", disturbed=disturbed), "small"), table]
 
@@ -62,89 +69,84 @@ def _by_size(text: str) -> tuple[int, str]:
     return int(text) if text.isdecimal() else 0, text
 
 
-def _row(cell: CellResult, columns: Sequence[ReportColumn[CellResult]]) -> ui.Row:
+def _row(
+    cell: CellResult,
+    columns: Sequence[ReportColumn[CellResult]],
+    details: Sequence[ReportColumn[CellResult]],
+    trials: Sequence[TrialRecord],
+) -> ui.Row:
     attributes = {f"data-{name}": str(cell.column(name)) for name in _FILTERS}
     attributes["id"] = f"cell-{cell.cell_id}"
     attributes["class"] = "" if cell.ranked else "unranked"
-    return ui.Row(
-        cell_name(cell), [*(column.make(cell) for column in columns), _flags(cell)], attributes
-    )
+    more: list[tuple[str, ui.Words]] = [
+        (f"{column.title} ({column.unit})" if column.unit else column.title, words)
+        for column in details
+        if plain_text(words := column.make(cell).words) not in ("", DASH, NEITHER)
+    ]
+    more += [(word, data(meaning)) for word, meaning in flags(cell)]
+    more += [(f"Trial {trial.trial}", _trial(trial)) for trial in trials]
+    return ui.Row(cell_name(cell), [column.make(cell) for column in columns], attributes, more=more)
 
 
-def _flags(cell: CellResult) -> ui.Td:
-    chips = [phrase(strong(word), " ", data(meaning)) for word, meaning in flags(cell)]
-    return ui.Td(joined(chips, BREAK), kind="flags")
+def _trial(trial: TrialRecord) -> str:
+    if trial.samples_per_second is None:
+        return trial.status
+    step, peak = in_milliseconds(trial.step_seconds_p50), size(trial.peak_memory_bytes)
+    return f"{number(trial.samples_per_second)} samples/s, step p50 {step} ms, peak {peak}"
 
 
 def _columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
-    rank_note = "among cells that differ only in strategy; ≈ tied with the one above"
-    columns: list[ReportColumn[CellResult]] = [
-        word("Workload", "workload"),
-        *device_columns(cells),
-        word("Precision", "precision"),
-        batch_column(),
-        ReportColumn("Place", _place, "", rank_note),
-        throughput_column(cells),
-        *raw_throughput_columns(cells),
+    """Returns the columns that readers look for; a row's details have the others."""
+    on_gpus = any(cell.cell.device == "cuda" for cell in cells)
+    place = f"among cells that differ only in strategy; {MAY_BE_FASTEST}"
+    return [
+        ReportColumn("Setting", _setting),
+        ReportColumn("Place", _place, "", place),
+        per_gpu_column(cells) if on_gpus else throughput_column(cells),
+        mfu_column() if on_gpus else step_time_column(),
         *baseline_columns(cells),
-        milliseconds("Step p50", "step_seconds_p50", "median over the steps"),
-        milliseconds("Step p95", "step_seconds_p95", "95th percentile over the steps"),
-        mebibytes("Peak memory", "peak_memory_bytes", "fullest device, largest of the trials"),
-        figure(
-            "Imbalance",
-            "memory_imbalance",
-            unit="max / mean",
-            tip="largest over mean peak of the ranks",
-        ),
-        ReportColumn(
-            "Efficiency",
-            _efficiency,
-            "own / plain",
-            "throughput per device over one device's: with this strategy, and the plain process",
-        ),
+        size_column("Peak memory", "peak_memory_bytes", "fullest device, largest of the trials"),
         ReportColumn(
             "Parity", parity_td, "or status", "whether it trained the same as the reference"
         ),
-        figure(
-            "Loss deviation",
-            "parity_max_loss_deviation",
-            deviation,
-            "relative",
-            "largest of any step",
-        ),
-        figure(
-            "Update deviation",
-            "parity_max_update_deviation",
-            deviation,
-            "relative",
-            "largest of any tensor",
-        ),
-        figure(
-            "Set-up", "setup_seconds", unit="s", tip="process group, model, wrapping; slowest rank"
-        ),
-    ]
-    return columns + [
-        column
-        for path, column in _gpu_columns()
-        if any(cell.column(path) is not None for cell in cells)
     ]
 
 
-def _gpu_columns() -> list[tuple[str, ReportColumn[CellResult]]]:
+def _setting(cell: CellResult) -> ui.Td:
+    def number_of(field: str) -> ui.Span:
+        value = cell.column(field)
+        return ui.Span(plain(value), field=field, value=exact(value))
+
+    parts = phrase(data(cell.cell.workload_name), " x", number_of("devices"))
+    if cell.cell.nodes > 1:
+        parts += [" on ", number_of("nodes"), " nodes"]
+    parts += [f" {cell.cell.precision} batch ", number_of("global_batch")]
+    return ui.Td([*parts, " weak" if cell.cell.regime == "weak" else ""], "word")
+
+
+def _details(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
+    raw = ", unadjusted" if is_adjusted(cells) else ""
+    uneven = "largest over mean peak of the ranks"
     peak = "as MFU, but over the rate that this card reached in a matrix product"
-    compiling = "by torch.compile, before the timed steps; slowest rank"
     return [
-        ("mfu", figure("MFU", "mfu", _hundredths, "%", "model FLOPs utilisation")),
-        (
-            "matmul_utilization",
-            figure("Of measured peak", "matmul_utilization", _hundredths, "%", peak),
+        ReportColumn("Throughput", lambda cell: interval(cell, throughput_of(cell), True)),
+        ReportColumn("Samples", lambda cell: interval(cell, "samples_per_second", True)),
+        *raw_throughput_columns(cells),
+        milliseconds(f"Step p50{raw}", "step_seconds_p50"),
+        milliseconds(f"Step p95{raw}", "step_seconds_p95"),
+        figure("Imbalance of memory", "memory_imbalance", unit="max / mean", tip=uneven),
+        ReportColumn("Scaling efficiency", _efficiency, "own / plain"),
+        figure("Loss deviation", "parity_max_loss_deviation", deviation, "largest of any step"),
+        figure(
+            "Update deviation", "parity_max_update_deviation", deviation, "largest of any tensor"
         ),
-        ("compile_seconds", figure("Compiling", "compile_seconds", number, "s", compiling)),
+        figure("Set-up", "setup_seconds", unit="s", tip="process group, model, wrapping"),
+        figure("Of measured peak", "matmul_utilization", hundredths, "%", peak),
+        figure("Compiling", "compile_seconds", number, "s"),
     ]
 
 
-def _hundredths(share: float | None) -> str:
-    return scaled(share, 100)
+NEITHER = f"{DASH} / {DASH}"
 
 
 def _efficiency(cell: CellResult) -> ui.Td:
@@ -159,14 +161,9 @@ def _efficiency(cell: CellResult) -> ui.Td:
 
 
 def _place(cell: CellResult) -> ui.Td:
-    if not isinstance(cell, RankedCell):
-        return ui.Td(ui.Span(DASH, field="place"))
-    rank = ui.Span(str(cell.place), field="place", value=str(cell.place))
-    if not cell.same_as_above:
-        return ui.Td(rank)
-    above = cell.place - 1
-    tip = f"tied with place {above}: either may be the fastest"
-    return ui.Td([rank, f" ≈ {above}"], tip=tip)
+    place = cell.relative.place
+    rank = ui.Span(plain(place), field="place", value=exact(place))
+    return ui.Td([rank, f" {DOT}"] if cell.relative.may_be_fastest else rank)
 
 
 def parity_td(cell: CellResult) -> ui.Td:
@@ -232,12 +229,12 @@ def _system_parity(system: System) -> str:
     return ", ".join(f"{seen[word]} {word}" for word in _PARITY if seen[word])
 
 
-def best_of(system: System, report: RunReport) -> tuple[RankedGroup, RankedCell] | None:
+def best_of(system: System, report: RunReport) -> tuple[Group, CellResult] | None:
     """Returns the system's fastest fairly timed cell, of the leading group if it has one there."""
     own = {cell.cell_id for cell in system.cells}
     for group in ([report.leading] if report.leading else []) + list(report.groups):
         if cells := [cell for cell in group.rows if cell.cell_id in own]:
-            return group, fairly_timed(cells)[0]
+            return group, cells[0]
     return None
 
 
@@ -252,7 +249,7 @@ def systems_blocks(report: RunReport) -> ui.Blocks:
     columns = ui.heads(
         "Status: word",
         "Cells (ok / all)",
-        "Best throughput (± 95% interval): prose",
+        "Best throughput (95% interval): prose",
         "Over baseline (95% interval)",
         "Parity: prose",
     )
@@ -280,8 +277,8 @@ def _system_row(system: System, report: RunReport) -> ui.Row:
     if best := best_of(system, report):
         group, cell = best
         rate = group.rate(cell)
-        half = "" if rate.half_width is None else f" ± {number(rate.half_width, 2)}"
-        words = [*cell_name(cell), BREAK, f"{number(rate.value)}{half} {group.unit}"]
+        ends = "" if rate.low is None else f" ({number(rate.low)} to {number(rate.high)})"
+        words = [*cell_name(cell), BREAK, f"{number(rate.value)}{ends} {group.unit}"]
         if group is not report.leading:
             words += [BREAK, data(group.full_title, "small")]
         gain = over_baseline(cell)

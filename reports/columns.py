@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -9,7 +9,7 @@ from harness.analysis.cell_result import CellResult
 from reports import blocks as ui
 from reports.blocks import plain_text
 from reports.names import cell_name, unit
-from reports.text import DASH, MIB, exact, listed, number, percent, plain, scaled, signed
+from reports.text import DASH, exact, listed, number, percent, plain, scaled, signed, size
 
 AnyRow = TypeVar("AnyRow")
 AnyRow_contra = TypeVar("AnyRow_contra", contravariant=True)
@@ -57,18 +57,16 @@ def read(row: object, path: str) -> Any:
 
 
 def milliseconds(title: str, path: str, tip: str = "") -> AnyColumn:
-    return figure(title, path, lambda value: scaled(value, 1e3), "ms", tip)
+    return figure(title, path, in_milliseconds, "ms", tip)
 
 
-def mebibytes(title: str, path: str, tip: str = "", unit: str = "MiB") -> AnyColumn:
-    return figure(title, path, in_mebibytes, unit, tip)
+def in_milliseconds(seconds: float | None) -> str:
+    return scaled(seconds, 1e3)
 
 
-def in_mebibytes(size: float | None) -> str:
-    """Formats bytes in MiB; small sizes do not round to zero."""
-    if size is not None and 0 < size < MIB / 1000:
-        return "< 0.001"
-    return scaled(size, 1 / MIB)
+def size_column(title: str, path: str, tip: str = "", unit: str = "") -> AnyColumn:
+    """Returns a column of bytes, each in the largest unit that it fills."""
+    return figure(title, path, size, unit, tip)
 
 
 def word(title: str, path: str) -> AnyColumn:
@@ -113,13 +111,24 @@ def with_interval(field: str) -> Callable[[CellResult], ui.Td]:
     return make
 
 
+def step_seconds(cell: CellResult) -> float | None:
+    """Returns the step time that belongs to the throughput, adjusted like it."""
+    rate = cell.speed.samples_per_second
+    return cell.cell.global_batch / rate if rate else None
+
+
+def step_time_column() -> ReportColumn[CellResult]:
+    tip = "global batch over throughput, so adjusted like it"
+    return computed("Step time", "step_seconds", step_seconds, in_milliseconds, "ms", tip)
+
+
 def baseline_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
     """Returns a column of throughput relative to the baseline; none if no cell has a baseline."""
     labels = {cell.cell.label for cell in cells if cell.relative.baseline == cell.cell_id}
     if not labels:
         return []
-    tip = f"throughput over that of {listed(sorted(labels))} in the same setting, 95% interval of"
-    tip += " this pair alone; the verdict's holds for all pairs together"
+    tip = f"throughput over that of {listed(sorted(labels))} in the same setting, as in the"
+    tip += " verdict; the 95% intervals hold for a setting's cells together"
     return [ReportColumn("Over baseline", over_baseline, "95%", tip)]
 
 
@@ -138,6 +147,15 @@ def gained(ratio: float | None, lowest: float | None, highest: float | None) -> 
     if low is None or high is None:
         return ui.Td(share)
     return ui.Td([share, f" ({signed(low).removesuffix('%')} to {signed(high).removesuffix('%')})"])
+
+
+def batch_column() -> ReportColumn[CellResult]:
+    def make(cell: CellResult) -> ui.Td:
+        value = cell.cell.global_batch
+        size = ui.Span(plain(value), field="global_batch", value=exact(value))
+        return ui.Td([size, " weak"] if cell.cell.regime == "weak" else size)
+
+    return ReportColumn("Batch", make, "samples", "global batch")
 
 
 def device_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
@@ -160,17 +178,47 @@ def throughput_column(cells: Sequence[CellResult]) -> ReportColumn[CellResult]:
 
 def raw_throughput_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
     """Returns a column of unadjusted throughput; empty without a control."""
-    if not any(
-        (speed := cell.speed.log_throughput) and speed.control is not None and speed.adjusted
-        for cell in cells
-    ):
+    if not is_adjusted(cells):
         return []
     tokens = all(
         cell.speed.tokens_per_second is not None for cell in cells if cell.speed.samples_per_second
     )
     name = "tokens_per_second" if tokens else "samples_per_second"
     tip = "median over trials, without the control's correction"
-    return [figure("Unadjusted", f"raw_{name}", unit=unit(name), tip=tip)]
+    return [figure("Throughput, unadjusted", f"raw_{name}", unit=unit(name), tip=tip)]
+
+
+def is_adjusted(cells: Iterable[CellResult]) -> bool:
+    """Whether the control adjusts throughputs, so that times as measured do not belong to them."""
+    speeds = [speed for cell in cells if (speed := cell.speed.log_throughput)]
+    return any(speed.control is not None and speed.adjusted for speed in speeds)
+
+
+def per_gpu_column(cells: Sequence[CellResult]) -> ReportColumn[CellResult]:
+    """Returns a column of throughput over the number of devices."""
+    tokens = all(throughput_of(cell) == "tokens_per_second" for cell in cells)
+    name = "tokens_per_second" if tokens else "samples_per_second"
+
+    def make(cell: CellResult) -> ui.Td:
+        rate, devices = cell.throughput(name), cell.cell.devices
+        if rate is None:
+            return ui.Td(DASH)
+        value = rate.value / devices
+        share = ui.Span(number(value), field=f"{name}_per_device", value=exact(value))
+        if rate.low is None or rate.high is None:
+            return ui.Td(share)
+        return ui.Td([share, f" [{number(rate.low / devices)}, {number(rate.high / devices)}]"])
+
+    title = "Tokens/s per GPU" if tokens else "Samples/s per GPU"
+    return ReportColumn(title, make, "95% interval")
+
+
+def mfu_column() -> AnyColumn:
+    return figure("MFU", "mfu", hundredths, "%", "model FLOPs utilisation")
+
+
+def hundredths(share: float | None) -> str:
+    return scaled(share, 100)
 
 
 def throughput_of(cell: CellResult) -> str:

@@ -19,20 +19,23 @@ from reports.blocks import data, phrase, prose
 from reports.columns import (
     ReportColumn,
     cell_table,
+    computed,
     figure,
-    mebibytes,
-    milliseconds,
+    in_milliseconds,
     numeral,
+    size_column,
+    step_seconds,
+    step_time_column,
     throughput_column,
     words,
 )
-from reports.groups import Group, RankedCell, RankedGroup, by_setting, ranking
-from reports.memory_sections import state_stacks
-from reports.names import cell_name, marks, named, workload_name
+from reports.groups import Group, by_setting
+from reports.memory_sections import RESERVED, state_stacks
+from reports.names import cell_name, dot, marks, named, workload_name
 from reports.run_report import RunReport
 from reports.sections import MOST_CHARTS
 from reports.speed_sections import throughput_bars
-from reports.text import DASH, deviation, exact, number, percent, plain, scaled
+from reports.text import DASH, deviation, number, percent, plain
 
 MOST_EFFECTS = 2
 COLUMNS = (
@@ -147,21 +150,21 @@ def _effects_part(effects: Effects, index: int) -> ui.Part:
     return ui.Part(data(title), [ui.Charts(list(map(ui.Chart, bars))), table], about)
 
 
-def launchers(cells: Sequence[CellResult]) -> list[tuple[str, RankedGroup]]:
+def launchers(cells: Sequence[CellResult]) -> list[tuple[str, Group]]:
     """Returns settings that differ only in the wrapper around DDP, with titles."""
     wrapping = [cell for cell in cells if cell.ranked and cell.placement.wraps_ddp is not None]
     groups = by_setting(wrapping, *TECHNIQUES, "regime")
-    several = [ranking(group.rows) for group in groups if len(group.rows) > 1]
+    several = [group for group in groups if len(group.rows) > 1]
     return [(_launchers_title(group), group) for group in several]
 
 
-def _launchers_title(group: RankedGroup) -> str:
+def _launchers_title(group: Group) -> str:
     cell = group.rows[0].cell
     techniques = [f" · {name}={getattr(cell, name)}" for name in TECHNIQUES if cell.is_set(name)]
     return group.full_title + "".join(techniques)
 
 
-def launcher_bars(title: str, group: RankedGroup, name: str) -> Bars:
+def launcher_bars(title: str, group: Group, name: str) -> Bars:
     libraries = Counter(cell.placement.wraps_ddp for cell in group.rows)
     labels = {
         cell.cell_id: f"{cell.placement.wraps_ddp}"
@@ -171,44 +174,35 @@ def launcher_bars(title: str, group: RankedGroup, name: str) -> Bars:
     return dataclasses.replace(throughput_bars(group, name, labels), title=title)
 
 
-def launcher_table(title: str, group: RankedGroup, name: str) -> ui.Table:
+def launcher_table(title: str, group: Group, name: str) -> ui.Table:
     label = f"What each wrapper costs, {title}"
     return cell_table(name, label, group.rows, _launcher_columns(group), "Cell")
 
 
-def _launcher_columns(group: RankedGroup) -> list[ReportColumn[CellResult]]:
-    best = step_seconds(group.rows[0])
+def _launcher_columns(group: Group) -> list[ReportColumn[CellResult]]:
+    best = step_seconds(group.rows[0]) or 1.0
 
-    def ratio(cell: CellResult) -> ui.Td:
-        value = step_seconds(cell) / best
-        return numeral(number(value), "step_ratio", value)
+    def ratio(cell: CellResult) -> float:
+        return (step_seconds(cell) or 0.0) / best
 
-    def extra(cell: CellResult) -> ui.Td:
-        seconds = step_seconds(cell) - best
-        text = "0" if seconds == 0 else scaled(seconds, 1e3)
-        shown = ui.Span(text, field="extra_seconds", value=exact(seconds))
-        if not isinstance(cell, RankedCell) or not cell.same_as_above:
-            return ui.Td(shown)
-        return ui.Td([shown, " ≈"], tip="tied with the one above")
+    def extra(cell: CellResult) -> float:
+        return (step_seconds(cell) or 0.0) - best
 
-    mean = "geometric mean of its trials, relative to the fastest here"
+    fullest = "fullest rank, between steps"
     return [
         ReportColumn("Wrapper", lambda cell: words(f"{cell.placement.wraps_ddp}{marks(cell)}")),
+        ReportColumn("May be fastest", lambda cell: words(dot(cell)), "", "of all its setting"),
         throughput_column(group.rows),
-        milliseconds("Step p50", "step_seconds_p50", "median over the steps"),
-        ReportColumn("Step time", ratio, "x fastest", mean),
-        ReportColumn("Extra", extra, "ms per step", "beyond the fastest here"),
+        step_time_column(),
+        computed("Step time", "step_ratio", ratio, unit="x fastest"),
+        computed("Extra", "extra_seconds", extra, in_milliseconds, "ms per step"),
         figure(
             "Start-up", "startup_seconds", unit="s", tip="until the last rank has imported torch"
         ),
         figure("Set-up", "setup_seconds", unit="s", tip="process group, model, wrapping"),
-        mebibytes("Peak memory", "peak_memory_bytes", "fullest device"),
-        mebibytes("Library's buffers", "library_bytes", "fullest rank, between steps"),
+        size_column("Peak memory", "peak_memory_bytes", "fullest device"),
+        size_column(RESERVED, "library_bytes", fullest),
     ]
-
-
-def step_seconds(cell: CellResult) -> float:
-    return cell.cell.global_batch / (cell.speed.samples_per_second or 1.0)
 
 
 def launchers_blocks(report: RunReport) -> ui.Blocks:
@@ -222,8 +216,9 @@ def launchers_blocks(report: RunReport) -> ui.Blocks:
 
 def launchers_line(report: RunReport) -> str:
     cells = max((group.rows for _, group in launchers(report.cells)), key=len)
-    most = step_seconds(cells[-1]) / step_seconds(cells[0])
-    line = f"of {len(cells)} wrappers of DDP, the slowest takes {number(most)} times the"
+    speeds = [cell.speed.samples_per_second or 0.0 for cell in cells]
+    most = number(max(speeds) / min(speeds))
+    line = f"of {len(cells)} wrappers of DDP, the slowest takes {most} times the"
     return report.unless_most(cells, f"{line} fastest's step")
 
 
@@ -265,11 +260,11 @@ def variants_table(rows: Sequence[CellResult], name: str) -> ui.Table:
     columns = [
         figure("Trained", "trained_parameters", plain, "parameters"),
         ReportColumn("Of all", _share),
-        mebibytes("Parameters", "parameter_bytes", fullest),
-        mebibytes("Optimizer", "optimizer_bytes", fullest),
-        mebibytes("Library", "library_bytes", fullest),
+        size_column("Parameters", "parameter_bytes", fullest),
+        size_column("Optimizer", "optimizer_bytes", fullest),
+        size_column(RESERVED, "library_bytes", fullest),
         ReportColumn("Sent", _sent, "MiB per step", "by the rank that sends most"),
-        mebibytes("Peak memory", "peak_memory_bytes", "fullest device"),
+        size_column("Peak memory", "peak_memory_bytes", "fullest device"),
         throughput_column(rows),
         figure("Distance to fp32", "fp32_loss_deviation", deviation, "relative", distance),
     ]
@@ -305,7 +300,7 @@ def _share(cell: CellResult) -> ui.Td:
 def _sent(cell: CellResult) -> ui.Td:
     if cell.cell.devices < 2:
         return numeral(DASH, "", None)
-    return mebibytes("", "sent_bytes_per_step").make(cell)
+    return size_column("", "sent_bytes_per_step").make(cell)
 
 
 def variants_blocks(report: RunReport) -> ui.Blocks:

@@ -35,7 +35,7 @@ _IDENTITY = (
     " threads_per_device"
 )
 _FIGURES = (
-    "status reason expected ranked place same_as_above trials disturbed_trials stand_in"
+    "status reason expected ranked place may_be_fastest trials disturbed_trials stand_in"
     " oversubscribed samples_per_second* samples_per_second_low* samples_per_second_high*"
     " tokens_per_second* tokens_per_second_low* tokens_per_second_high* step_seconds_p50*"
     " step_seconds_p95* data_seconds_p50* setup_seconds* startup_seconds first_step_seconds"
@@ -74,9 +74,8 @@ def for_json(value: object) -> object:
 
 
 def records(report: RunReport) -> list[dict[str, Any]]:
-    ranked = {cell.cell_id: cell for group in report.groups for cell in group.rows}
-    rest = [cell for cell in report.cells if cell.cell_id not in ranked]
-    return [record_of(cell) for cell in (*ranked.values(), *rest)]
+    ranked = [cell for group in report.groups for cell in group.rows]
+    return list(map(record_of, [*ranked, *(cell for cell in report.cells if not cell.ranked)]))
 
 
 def record_of(cell: CellResult) -> dict[str, Any]:

@@ -4,32 +4,21 @@ import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from harness.analysis.answer import Answer, answer
 from harness.analysis.cell_result import CellResult
-from harness.analysis.ranking import may_be_fastest, tied_with_previous
 from harness.analysis.setting import GroupSize, Setting, heading, timed
 from harness.analysis.stats import Estimate
 from harness.cell.errors import plural
 from harness.record.profile_record import ProfileRecord
 from reports.names import device_words, unit
 
-AnyCell = TypeVar("AnyCell", bound=CellResult)
-
 
 @dataclass(frozen=True)
-class RankedCell(CellResult):
-    place: int = 1
-    same_as_above: bool = False
-    """Whether it and the cell above may both be the fastest."""
-
-
-@dataclass(frozen=True)
-class Group(Generic[AnyCell]):
+class Group:
     """Cells that differ only in strategy."""
 
-    rows: tuple[AnyCell, ...]
+    rows: tuple[CellResult, ...]
     profiles: Sequence[ProfileRecord] = ()
     """Profiles of the run, which may explain the advice."""
 
@@ -38,13 +27,10 @@ class Group(Generic[AnyCell]):
         """Advice for this setting; None if there is nothing to choose."""
         return answer(self.rows, {profile.cell_id: profile for profile in self.profiles})
 
-    @functools.cached_property
-    def may_be_fastest(self) -> set[str]:
-        """Ids of the advised cell, or else the fastest, and of those that may be as fast."""
-        if advised := self.advised:
-            return {advised.advice[0].cell.cell_id, *(c.cell_id for c in advised.may_be_fastest)}
-        fair = fairly_timed(self.rows)
-        return {cell.cell_id for cell in (fair[0], *tied_with_fastest(fair))}
+    @property
+    def fair(self) -> Sequence[CellResult]:
+        """Cells that have places, fastest first."""
+        return [cell for cell in self.rows if cell.relative.place is not None]
 
     @property
     def workload(self) -> str:
@@ -98,24 +84,19 @@ class Group(Generic[AnyCell]):
         return f"{self.title}{tokens}{'' if cell.cell.device == 'cuda' else cores}{alone}"
 
 
-RankedGroup = Group[RankedCell]
-
-
-def find_groups(
-    cells: Sequence[CellResult], profiles: Sequence[ProfileRecord] = ()
-) -> list[RankedGroup]:
-    """Groups ranked cells; workloads with most cells come first."""
+def find_groups(cells: Sequence[CellResult], profiles: Sequence[ProfileRecord] = ()) -> list[Group]:
+    """Groups ranked cells, in their order; workloads with most cells come first."""
     sizes = Counter(cell.cell.workload_name for cell in cells)
     ranked = [cell for cell in cells if cell.ranked]
-    groups = [ranking(group.rows, profiles) for group in by_setting(ranked)]
+    groups = [Group(group.rows, profiles) for group in by_setting(ranked)]
     return sorted(groups, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
 
-def by_setting(cells: Iterable[AnyCell], *more: str) -> list[Group[AnyCell]]:
+def by_setting(cells: Iterable[CellResult], *more: str) -> list[Group]:
     """Groups cells, in their order, that differ only in strategy and agree in `more`."""
     cells = list(cells)
     sizes = Counter(cell.cell.workload_name for cell in cells)
-    by_key: dict[tuple[object, ...], list[AnyCell]] = {}
+    by_key: dict[tuple[object, ...], list[CellResult]] = {}
     for cell in cells:
         key = (Setting.of(cell.cell), *(getattr(cell.cell, name) for name in more))
         by_key.setdefault(key, []).append(cell)
@@ -123,29 +104,15 @@ def by_setting(cells: Iterable[AnyCell], *more: str) -> list[Group[AnyCell]]:
     return sorted(groups, key=lambda g: (-sizes[g.workload], g.workload, g.devices, -len(g.rows)))
 
 
-def ranking(cells: Sequence[CellResult], profiles: Sequence[ProfileRecord] = ()) -> RankedGroup:
-    ordered = sorted(cells, key=lambda cell: -(cell.speed.samples_per_second or 0.0))
-    places = enumerate(zip(ordered, tied_with_previous(ordered), strict=True), 1)
-    return Group(
-        tuple(
-            RankedCell(**vars(cell), place=rank, same_as_above=tied)
-            for rank, (cell, tied) in places
-        ),
-        profiles,
-    )
-
-
-def biggest(groups: Sequence[RankedGroup]) -> list[RankedGroup]:
+def biggest(groups: Sequence[Group]) -> list[Group]:
     """Returns the largest group per workload, number of devices and link."""
-    chosen: dict[tuple[str, int, str | None], RankedGroup] = {}
+    chosen: dict[tuple[str, int, str | None], Group] = {}
     for group in groups:
         chosen.setdefault((group.workload, group.devices, group.rows[0].cell.links), group)
     return list(chosen.values())
 
 
-def headline(
-    groups: Sequence[RankedGroup], not_compared: Collection[str] = ()
-) -> RankedGroup | None:
+def headline(groups: Sequence[Group], not_compared: Collection[str] = ()) -> Group | None:
     """Returns the leading group; see `heading`. `not_compared`: cells that ran only for parity."""
     sizes = [
         GroupSize(bool(timed(g.rows, not_compared)), g.workload, len(g.rows), g.real, g.devices)
@@ -155,28 +122,12 @@ def headline(
     return None if index is None else groups[index]
 
 
-def tied_with_fastest(cells: Sequence[AnyCell]) -> list[AnyCell]:
-    """Returns the other cells that may be the fastest; empty if all have one trial."""
-    several = any(cell.trials > 1 for cell in cells)
-    ties = {cell.cell_id for cell in may_be_fastest(cells)} if several else set()
-    return [cell for cell in cells[1:] if cell.cell_id in ties]
-
-
-def of_real_things(cells: Sequence[AnyCell]) -> Sequence[AnyCell]:
-    return [cell for cell in cells if cell.placement.stand_in is None] or cells
-
-
-def fairly_timed(cells: Sequence[AnyCell]) -> Sequence[AnyCell]:
-    """Returns cells without stand-ins and with a core per rank; ignores what no cell meets."""
-    genuine = of_real_things(cells)
-    return [cell for cell in genuine if not cell.placement.oversubscribed] or genuine
-
-
-def pareto(group: RankedGroup) -> list[RankedCell]:
-    """Returns cells not beaten in both throughput and peak memory, fastest first."""
-    front: list[RankedCell] = []
+def pareto(group: Group) -> list[CellResult]:
+    """Returns the fairly timed cells that none beats in both throughput and peak memory, fastest
+    first."""
+    front: list[CellResult] = []
     least: float | None = None
-    for cell in group.rows:
+    for cell in group.fair:
         peak = cell.memory.peak_memory_bytes
         if peak is not None and (least is None or peak < least):
             front.append(cell)

@@ -263,6 +263,9 @@ class _HtmlWriter:
     def _row(self, row: ui.Row) -> str:
         cells = "".join(map(self._td, row.cells))
         head = self.words(row.head)
+        if row.more:
+            facts = "".join(map(self._fact, row.more))
+            head += f"<details{self._opened()}><summary>details</summary><dl>{facts}</dl></details>"
         return f'<tr{_attributes(row.attributes)}><th scope="row">{head}</th>{cells}</tr>'
 
     def _td(self, td: ui.Td) -> str:

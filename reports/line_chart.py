@@ -306,7 +306,7 @@ class Trend:
 
 @dataclass(frozen=True)
 class Point:
-    """A cell's memory in MiB and throughput; `place` on the Pareto front, fastest first."""
+    """A cell's memory and throughput; `place` on the Pareto front, fastest first."""
 
     label: str
     memory: float
@@ -323,6 +323,7 @@ class Scatter:
     name: str
     title: str
     unit: str
+    memory_unit: str
     points: tuple[Point, ...]
     summary: str
     notes: tuple[str, ...] = ()
@@ -356,7 +357,7 @@ class Scatter:
         axes.grid()
         axes.locator_params(nbins=5)
         axes.yaxis.set_major_formatter(lambda value, _: plain(value))
-        axes.set_xlabel("peak memory of the fullest device (MiB)", loc="left")
+        axes.set_xlabel(f"peak memory of the fullest device ({self.memory_unit})", loc="left")
         _title(axes, f"throughput ({self.unit}); better is up and left")
         return figure
 

@@ -17,12 +17,12 @@ from harness.record.profile_record import ProfileRecord
 from harness.record.trial import TrialRecord
 from reports import blocks as ui
 from reports.blocks import data, prose
-from reports.columns import ReportColumn, computed, in_mebibytes, interval, table_of, words
+from reports.columns import ReportColumn, computed, interval, table_of, words
 from reports.groups import Group
 from reports.line_chart import Bandwidths, Line
 from reports.names import NOTES, OVERSUBSCRIBED, cell_name, named
 from reports.run_report import RunReport
-from reports.text import DASH, MIB, bits, listed, number
+from reports.text import DASH, bits, listed, number, size
 
 MOST_NAMED = 12
 EMULATED = "emulated links between nodes of one machine"
@@ -196,10 +196,7 @@ def order_by_bytes(series: Sequence[LinkSeries], slowest: MeasuredLink) -> str:
         if order and abs(more - less) > TIED_BYTES * max(more, less):
             judged += 1
             if more > less:
-                text = (
-                    f"{fast.label} ({number(more / MIB)} MiB) is faster than {slow.label}"
-                    f" ({number(less / MIB)} MiB)"
-                )
+                text = f"{fast.label} ({size(more)}) is faster than {slow.label} ({size(less)})"
                 against.append((more / max(less, 1.0), text))
     if not judged:
         return ""
@@ -222,7 +219,7 @@ class Chapter:
     """Strategies over several links in one setting."""
 
     index: int
-    group: Group[CellResult]
+    group: Group
     links: tuple[MeasuredLink, ...]
     series: tuple[LinkSeries, ...]
 
@@ -296,7 +293,7 @@ def _chapter(
 
 
 def _chart(
-    name: str, group: Group[CellResult], links: Sequence[MeasuredLink], series: Sequence[LinkSeries]
+    name: str, group: Group, links: Sequence[MeasuredLink], series: Sequence[LinkSeries]
 ) -> Bandwidths | None:
     drawn = [(link, rate) for link in links if not link.delayed and (rate := link.bits_per_second)]
     if len(drawn) < 2:
@@ -334,7 +331,7 @@ def _chart(
 
 
 def _link_table(
-    name: str, group: Group[CellResult], links: Sequence[MeasuredLink], series: Sequence[LinkSeries]
+    name: str, group: Group, links: Sequence[MeasuredLink], series: Sequence[LinkSeries]
 ) -> ui.Table:
     def over(link: MeasuredLink) -> Callable[[LinkSeries], ui.Td]:
         def make(line: LinkSeries) -> ui.Td:
@@ -353,9 +350,7 @@ def _link_table(
         for link in links
     ]
     by_rank = "by the rank that sends most"
-    columns.append(
-        computed("Sent", "sent", lambda line: line.sent, in_mebibytes, "MiB per step", by_rank)
-    )
+    columns.append(computed("Sent", "sent", lambda line: line.sent, size, "per step", by_rank))
     rows = []
     for line in series:
         first = next(line.by_link[link.request] for link in links if link.request in line.by_link)

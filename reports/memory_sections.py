@@ -17,7 +17,7 @@ from reports.columns import (
     ReportColumn,
     computed,
     figure,
-    mebibytes,
+    size_column,
     table_of,
     word,
     words,
@@ -27,9 +27,12 @@ from reports.names import cell_name, chart_name, main_workload, named, notes_for
 from reports.run_facts import Largest, LargestModel
 from reports.run_report import RunReport
 from reports.sections import Numbers, Panel
-from reports.text import MIB, number, percent, plain, scaled, signed, size
+from reports.text import MIB, memory_unit, number, percent, plain, signed, size
 
 KINDS = {kind: f"{name}_bytes" for kind, name in COLUMNS.items()}
+RESERVED = "Reserved by the library"
+"""Column of a library's copies and buffers, which may be larger than the peak: pages that it never
+wrote take no memory."""
 WITHIN = 0.05
 """Relative distance from the formula that is not marked."""
 MOST_UNEVEN = 16
@@ -51,38 +54,40 @@ def state_stacks(
     cells: Sequence[CellResult], name: str, title: str, label: Callable[[CellResult], str]
 ) -> Bars:
     cells = by_state_bytes(cells)
-    bars = [_stack(cell, label(cell)) for cell in cells[:MOST_ROWS]]
-    ends = [max(bar.value or 0.0, bar.target or 0.0, bar.peak or 0.0) for bar in bars]
-    limit = max(end for end in ends if end <= 3 * statistics.median(ends)) * 1.04 or 1.0
+    in_bytes = [_stack(cell, label(cell), 1) for cell in cells[:MOST_ROWS]]
+    ends = [max(bar.value or 0.0, bar.target or 0.0, bar.peak or 0.0) for bar in in_bytes]
+    limit = max(end for end in ends if end <= 3 * statistics.median(ends)) * 1.04 or MIB
+    factor, unit = memory_unit([limit])
     cut = ("▸ the bar, ▹ the peak goes on beyond the axis",) if max(ends) > limit else ()
     return bars_of(
         name,
         title,
-        "fullest rank (MiB)",
+        f"fullest rank ({unit})",
         cells,
-        lambda cell: _stack(cell, label(cell)),
+        lambda cell: _stack(cell, label(cell), factor),
         f"States that {plural(len(cells), 'cell')} keep between steps, with their distance from the"
         f" formula, {title}, least first",
         (*cut, *notes_for(cells)),
         kinds=tuple(KINDS),
-        limit=limit,
+        limit=limit / factor,
     )
 
 
-def _stack(cell: CellResult, label: str) -> Bar:
+def _stack(cell: CellResult, label: str, factor: int) -> Bar:
     away = cell.states.formula_deviation
-    text = f"{number((cell.states.state_bytes or 0.0) / MIB)} MiB"
-    parts = tuple((cell.column(field) or 0.0) / MIB for field in KINDS.values())
+    text = size(cell.states.state_bytes or 0.0)
+    parts = tuple((cell.column(field) or 0.0) / factor for field in KINDS.values())
+    formula, peak = cell.states.formula_bytes, cell.memory.peak_memory_bytes
     return Bar(
         label,
         sum(parts),
         text if away is None else f"{text} {signed(away)}",
         # Oversubscription does not change states.
         marks="†" if cell.placement.stand_in is not None else "",
-        target=None if cell.states.formula_bytes is None else cell.states.formula_bytes / MIB,
+        target=None if formula is None else formula / factor,
         failed=away is not None and abs(away) > WITHIN,
         parts=parts,
-        peak=None if cell.memory.peak_memory_bytes is None else cell.memory.peak_memory_bytes / MIB,
+        peak=None if peak is None else peak / factor,
     )
 
 
@@ -115,22 +120,25 @@ STATES: Numbers[RunReport] = Numbers(
     ],
     lambda _: [
         *(
-            mebibytes(kind.capitalize(), field, f"{kind} of the fullest rank between steps")
+            size_column(
+                RESERVED if kind == "library" else kind.capitalize(),
+                field,
+                f"{kind} of the fullest rank between steps",
+            )
             for kind, field in KINDS.items()
         ),
-        mebibytes("Together", "state_bytes"),
-        mebibytes("Formula", "formula_bytes", "for the dtypes and copies that the library keeps"),
+        size_column("Together, with reserved", "state_bytes"),
+        size_column("Formula", "formula_bytes", "for the dtypes and copies that the library keeps"),
         figure("Off by", "formula_deviation", signed, tip="measured over formula"),
-        mebibytes(
+        size_column(
             "Step adds", "formula_transient_bytes", "by formula: gradients, gathered parameters"
         ),
-        mebibytes("Peak", "peak_memory_bytes", "of the fullest device, everything included"),
+        size_column("Peak", "peak_memory_bytes", "of the fullest device, everything included"),
         figure(
             "In host memory",
             "host_state_bytes",
-            lambda value: scaled(value or None, 1 / MIB),
-            "MiB",
-            "kept off the device",
+            lambda value: size(value or None),
+            tip="kept off the device",
         ),
     ],
 )
@@ -174,7 +182,7 @@ def buffers_table(cells: Sequence[CellResult]) -> ui.Table:
         more = f" and {len(same) - MOST_NAMED} more" if len(same) > MOST_NAMED else ""
         head = joined([[data(name), f": {text}"] for name, text in names], "; ")
         rows.append(ui.Row(head, [ui.Td([*joined(keepers), more], "prose")]))
-    first = "Buffers of the fullest rank"
+    first = "Reserved on the fullest rank"
     return ui.Table("", "Buffers of libraries", first, ui.heads("Cells: prose"), rows, "")
 
 
@@ -206,7 +214,7 @@ def rank_bars(report: RunReport) -> list[Bars]:
 
     def bar(cell: CellResult) -> Bar:
         peaks = cell.memory.peak_memory_bytes_by_rank
-        text = f"{number(imbalance(cell))} · {number(max(peaks) / MIB)} MiB"
+        text = f"{number(imbalance(cell))} · {size(max(peaks))}"
         dots = tuple(peak / statistics.fmean(peaks) * 100 for peak in peaks)
         return Bar(chart_name(cell, main), None, text, dots=dots)
 
@@ -233,10 +241,8 @@ RANKS: Numbers[RunReport] = Numbers(
         computed("Uneven", "imbalance", imbalance, unit="largest / mean"),
         ReportColumn(
             "Peaks",
-            lambda cell: words(
-                ", ".join(number(peak / MIB) for peak in cell.memory.peak_memory_bytes_by_rank)
-            ),
-            "MiB, in the order of ranks",
+            lambda cell: words(", ".join(map(size, cell.memory.peak_memory_bytes_by_rank))),
+            "in the order of ranks",
             "in the trial with the largest",
         ),
     ],
@@ -248,7 +254,7 @@ STATE_PANELS: tuple[Panel[RunReport], ...] = (
         [STATES],
         note="states",
         more=lambda report: [
-            ui.Details("The library’s buffers by name", [buffers_table(report.cells)])
+            ui.Details("What the libraries reserve, by name", [buffers_table(report.cells)])
         ],
     ),
     Panel(rank_bars, tables=[RANKS], title="Uneven memory across devices", note="ranks"),
@@ -312,9 +318,9 @@ def _largest_table(found: Largest) -> ui.Table:
         figure("Search step", "result.step", plain, unit, "" if found.tokens else "of one block"),
         figure("Formula", "result.predicted", plain, unit, allowed),
         figure("Reached / formula", "result.ratio"),
-        mebibytes("Peak", "result.peak_memory_bytes", "fullest rank"),
-        mebibytes("Set-up peak", "result.setup_peak_memory_bytes", "before the first step"),
-        mebibytes("States", "state_bytes", "fullest rank, between steps"),
+        size_column("Peak", "result.peak_memory_bytes", "fullest rank"),
+        size_column("Set-up peak", "result.setup_peak_memory_bytes", "before the first step"),
+        size_column("States", "state_bytes", "fullest rank, between steps"),
         word("Runs out in", "result.failed_in"),
         word("Parity", "result.parity"),
         word("Search", "result.status"),

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from harness.analysis.cell_result import CAUSES, CellResult
+from harness.analysis.setting import SETTING
 from harness.cell.cell import over
 from harness.cell.errors import plural
 from reports import blocks as ui
@@ -19,9 +20,12 @@ NOTES = {
         " hardware"
     ),
 }
+_APART = (*SETTING, "seed", "labels", "dropout", "documents", "schedule", "parity_steps")
 INEXACT = "*"
 NOT_THE_SAME = f"{INEXACT} not exactly the same training as one process"
-TIED = "≈ tied with the one above: either may be the fastest"
+DOT = "●"
+MAY_BE_FASTEST = f"{DOT} may be the fastest of its setting"
+NOT_RANKED = "Not ranked:"
 _MOST_FINDINGS = 3
 STATUS = {
     "failed": "failed",
@@ -44,6 +48,11 @@ def marks(cell: CellResult) -> str:
     )
 
 
+def dot(cell: CellResult) -> str:
+    """Marks cells of the verdict's set of those that may be the fastest."""
+    return DOT if cell.relative.may_be_fastest else ""
+
+
 def named(cell: CellResult, *, place: bool = True, label: str = "") -> str:
     """Returns the label with marks and unusual settings.
 
@@ -57,6 +66,18 @@ def named(cell: CellResult, *, place: bool = True, label: str = "") -> str:
     if cell.cell.regime == "weak" and cell.cell.devices > 1:
         parts.append("weak")
     return " · ".join(parts) + marks(cell)
+
+
+def names_apart(cells: Sequence[CellResult]) -> dict[str, str]:
+    """Returns names by cell id. On one device both regimes train the same, so names may be equal;
+    then those of weak scaling say so."""
+    names = {cell.cell_id: named(cell, place=False) for cell in cells}
+    counts = Counter(names.values())
+    return {
+        cell.cell_id: name + (" (weak)" if counts[name] > 1 and cell.cell.regime == "weak" else "")
+        for cell in cells
+        if (name := names[cell.cell_id])
+    }
 
 
 def link_words(cell: CellResult) -> str:
@@ -85,6 +106,23 @@ def chart_name(cell: CellResult, workload: str) -> str:
 
 def main_workload(cells: Sequence[CellResult]) -> str:
     return Counter(cell.cell.workload_name for cell in cells).most_common(1)[0][0]
+
+
+def titles_apart(titles: Sequence[str], cells: Sequence[CellResult]) -> list[str]:
+    """Adds to equal titles what tells their cells apart, else a number."""
+    apart = []
+    for index, (title, cell) in enumerate(zip(titles, cells, strict=True)):
+        equal = [other.cell for name, other in zip(titles, cells, strict=True) if name == title]
+        different = [
+            f"{name.replace('_', ' ')} {getattr(cell.cell, name) or 'none'}"
+            for name in _APART
+            if len({getattr(other, name) for other in equal}) > 1
+        ]
+        earlier = titles[:index].count(title)
+        if len(equal) > 1 and not different:
+            different = [f"reference {earlier + 1}"]
+        apart.append(" · ".join([title, *different]))
+    return apart
 
 
 def notes_for(cells: Sequence[CellResult], drawn: str = "hatched") -> tuple[str, ...]:
@@ -118,7 +156,7 @@ def flags(cell: CellResult) -> list[tuple[str, str]]:
     if cell.disturbance.trials:
         how_often = f"{disturbance(cell)} of {plural(cell.trials, 'trial')}"
         cautions.append((f"{DISTURBED} disturbed", how_often + gpu_findings(cell)))
-    if cell.speed.trend:
+    if cell.speed.drifts:
         change = f"step time still changed by {percent(cell.speed.trend)} during the timed steps"
         cautions.append(("trend", f"warm-up was too short: {change}"))
     if cell.trials == 1 and cell.status == "ok":

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from harness.analysis.cell_result import VERIFIED, CellResult
 from harness.analysis.consistency import ControlLevel, ControlLevels, control_levels
@@ -14,7 +15,7 @@ from reports.bar_chart import Bar, Bars, bars_of
 from reports.blocks import data, joined, phrase, plain_text, prose
 from reports.columns import cell_table, figure, word
 from reports.line_chart import Losses
-from reports.names import chart_name, main_workload, marks
+from reports.names import chart_name, main_workload, marks, titles_apart
 from reports.run_report import RunReport
 from reports.sections import Panel
 from reports.text import deviation, finite, number
@@ -37,7 +38,9 @@ def losses(cells: Sequence[CellResult]) -> list[Losses]:
             reference = tuple(math.nan if x is None else x for x in cell.parity.reference_losses)
             by_reference.setdefault(reference, []).append(cell)
     most_first = sorted(by_reference.items(), key=lambda item: -len(item[1]))
-    return [_losses(f"loss-{index}", *item) for index, item in enumerate(most_first)]
+    charts = [_losses(f"loss-{index}", *item) for index, item in enumerate(most_first)]
+    titles = titles_apart([chart.title for chart in charts], [same[0] for _, same in most_first])
+    return [replace(one, title=title) for one, title in zip(charts, titles, strict=True)]
 
 
 def _losses(name: str, reference: tuple[float, ...], cells: Sequence[CellResult]) -> Losses:
@@ -48,7 +51,8 @@ def _losses(name: str, reference: tuple[float, ...], cells: Sequence[CellResult]
     ]
     curves = [_curve(cell, len(reference)) for cell in cells if cell.parity.verdict in VERIFIED]
     first = cells[0]
-    title = f"{first.cell.workload_name} · batch {first.cell.global_batch} · {first.cell.optimizer}"
+    sizes = f"batch {first.cell.global_batch} · {first.cell.optimizer}"
+    title = f"{first.cell.workload_name} · {first.cell.precision} · {sizes}"
     summary = (
         f"Loss over {plural(len(reference), 'step')}, {title}: the reference goes from"
         f" {number(reference[0])} to {number(reference[-1])}; {plural(len(curves), 'cell')} agree"
@@ -200,7 +204,7 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
     states = any(cell.states.state_bytes is not None for cell in cells)
     sent = any(cell.traffic.sent_bytes_per_step is not None for cell in cells)
     ties = (
-        "cells that may be the fastest of their setting are marked ≈ (multiple comparisons with"
+        "cells that may be the fastest of their setting are marked ● (multiple comparisons with"
         f" the best, Hsu 1981, 95% together). Pairs: {ESTIMATES_COMPARED}"
     )
     rows: list[tuple[str, ui.Words]] = [

@@ -18,7 +18,7 @@ from harness.cell.cell import Cell
 from harness.record.profile_record import ProfileRecord
 from harness.record.run_record import RunRecord
 from harness.record.trial import NO_RESULT, TrialRecord
-from reports.groups import RankedGroup, find_groups, headline
+from reports.groups import Group, find_groups, headline
 from reports.names import named
 from reports.run_facts import (
     Largest,
@@ -29,7 +29,6 @@ from reports.run_facts import (
     profiled,
     verified,
 )
-from reports.text import number
 
 if TYPE_CHECKING:
     from harness.record.store import Results
@@ -42,7 +41,7 @@ class RunReport:
     run: RunRecord
     trials: tuple[TrialRecord, ...]
     cells: tuple[CellResult, ...]
-    groups: tuple[RankedGroup, ...]
+    groups: tuple[Group, ...]
     results: Results
     profiles: tuple[ProfileRecord, ...] = ()
 
@@ -73,7 +72,7 @@ class RunReport:
         return largest(self.results) if is_search(self.run) else None
 
     @functools.cached_property
-    def leading(self) -> RankedGroup | None:
+    def leading(self) -> Group | None:
         plan = plan_of(self.run)
         # Older versions listed fp32 twins in a field of their own.
         not_compared = (*plan.get("once", ()), *plan.get("not_compared", ()))
@@ -96,17 +95,17 @@ class RunReport:
         return all_systems(self.cells, planned, self.run_id)
 
     def from_to(
-        self, value: Callable[[CellResult], float | None], unit: str, scale: float = 1.0
+        self, value: Callable[[CellResult], float | None], text: Callable[[float], str]
     ) -> str:
         """Returns the smallest and the largest value with their cells: of the leading group if it
         has such values, else of the run."""
         for cells in (self.leading.rows if self.leading else (), self.cells):
-            measured = [(x * scale, cell) for cell in cells if (x := value(cell)) is not None]
+            measured = [(x, cell) for cell in cells if (x := value(cell)) is not None]
             if measured:
                 measured.sort(key=lambda pair: pair[0])
                 ends = measured if len(measured) < 2 else (measured[0], measured[-1])
-                return " to ".join(f"{number(x)} {unit} ({named(cell)})" for x, cell in ends)
-        return unit
+                return " to ".join(f"{text(x)} ({named(cell)})" for x, cell in ends)
+        return ""
 
     def unless_most(self, cells: Sequence[CellResult], line: str) -> str:
         """Returns the line of a closed section; empty, so that it is open, if it is about most

@@ -37,6 +37,7 @@ from reports.speed_sections import (
     memory_line,
     ranking_blocks,
 )
+from reports.text import duration, short_count
 from reports.time_sections import (
     CHECKPOINTS,
     EXPERT_PANELS,
@@ -174,6 +175,8 @@ def run_page(report: RunReport, requested: Sequence[str] = (), printed: bool = F
         [
             ["matrix ", data(run.matrix, "strong")],
             data(run_facts.hardware(run)),
+            *_model(report),
+            _when(report),
             ["PyTorch ", data(run.torch_version)],
             _counts(report),
             ["run ", data(run.run_id)],
@@ -187,10 +190,27 @@ def run_page(report: RunReport, requested: Sequence[str] = (), printed: bool = F
 def run_text(report: RunReport, requested: Sequence[str] = ()) -> Written:
     run = report.run
     title = f"Which parallelism strategy? Matrix {run.matrix}, run {run.run_id}"
-    line = f"{run_facts.hardware(run)}; PyTorch {run.torch_version}; {_counts(report)}"
+    facts = [run_facts.hardware(run), *map(ui.plain_text, _model(report)), _when(report)]
+    line = "; ".join([*facts, f"PyTorch {run.torch_version}", _counts(report)])
     head: list[ui.Block] = [ui.Heading(title, 1), ui.Paragraph(line)]
     head += [ui.Paragraph(caution) for caution in _cautions(report)]
     return written_text(report, head, SECTIONS, requested)
+
+
+def _model(report: RunReport) -> list[ui.Words]:
+    """Returns the verdict's model with its number of parameters."""
+    if report.leading is None:
+        return []
+    size = next((n for cell in report.leading.rows if (n := cell.work.parameters)), None)
+    parameters = f", {short_count(size)} parameters" if size else ""
+    return [data(f"{report.leading.workload}{parameters}")]
+
+
+def _when(report: RunReport) -> str:
+    """Returns the date, and how long the run took if it is recorded."""
+    seconds = report.results.conclusions["wall_seconds"].tolist()
+    took = f", took {duration(seconds[-1])}" if seconds else ""
+    return f"{report.run.started_at:%Y-%m-%d %H:%M} UTC{took}"
 
 
 def _counts(report: RunReport) -> str:

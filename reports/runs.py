@@ -461,8 +461,10 @@ def _newest(series: Series) -> list[ui.Inline]:
         _number("newest", newest.value, number(newest.value / factor)),
         f" {unit}",
     ]
-    half = newest.half_width
-    return content if half is None else [*content, small(f" ± {number(half / factor, 2)}")]
+    if newest.low is None or newest.high is None:
+        return content
+    ends = f" ({number(newest.low / factor)} to {number(newest.high / factor)})"
+    return [*content, small(ends)]
 
 
 def _changed(series: Series) -> list[ui.Inline]:

@@ -35,9 +35,11 @@ for (const table of document.querySelectorAll("table.sortable")) {
   });
 }
 
-// Opens all closed sections around a link's target.
+// Opens all closed sections around a link's target, and the details of a cell.
 function unfold(hash) {
   const target = hash.length > 1 ? document.getElementById(hash.slice(1)) : null;
+  const details = target?.querySelector("th > details");
+  if (details) details.open = true;
   let was = true;
   for (let one = target?.closest("details"); one; one = one.parentElement.closest("details")) {
     was &&= one.open;
@@ -47,6 +49,16 @@ function unfold(hash) {
 }
 addEventListener("click", (event) => unfold(event.target.closest("a[href^='#']")?.hash ?? ""));
 addEventListener("hashchange", () => unfold(location.hash)?.scrollIntoView());
+
+for (const command of document.querySelectorAll(".command")) {
+  const button = document.createElement("button");
+  button.textContent = "copy";
+  button.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(command.textContent);
+    button.textContent = "copied";
+  });
+  command.after(" ", button);
+}
 
 // Filters rows. Lays out only the first FEW matches, to respond within 200 ms; a click or printing shows the rest.
 const FEW = 200;
@@ -111,10 +123,11 @@ if (all) {
 // Shows ticked cells side by side, as columns, with throughput and memory relative to the first one's.
 const chosen = document.getElementById("chosen");
 if (all && chosen) {
+  const name = (row) => (row.querySelector(".name") ?? row.cells[0]).textContent.trim();
   const boxes = [...all.tBodies[0].rows].map((row) => {
     const box = document.createElement("input");
     box.type = "checkbox";
-    box.setAttribute("aria-label", `compare ${row.cells[0].textContent}`);
+    box.setAttribute("aria-label", `compare ${name(row)}`);
     row.cells[0].prepend(box, " ");
     box.addEventListener("change", draw);
     return [box, row];
@@ -146,7 +159,7 @@ if (all && chosen) {
     const table = scroll.appendChild(document.createElement("table"));
     const top = table.createTHead().insertRow();
     add(top, "th", "Side by side", "col");
-    rows.forEach((row) => add(top, "th", row.cells[0].textContent.trim(), "col"));
+    rows.forEach((row) => add(top, "th", name(row), "col"));
     const body = table.createTBody();
     for (const [field, words] of [["samples_per_second", "throughput, times the first"], ["peak_memory_bytes", "peak memory, times the first"]]) {
       const line = body.insertRow();

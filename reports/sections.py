@@ -10,7 +10,7 @@ from harness.analysis.cell_result import CellResult
 from harness.cell.errors import UsageError
 from reports import blocks as ui
 from reports.blocks import prose
-from reports.columns import AnyColumn, device_columns, table_of, word
+from reports.columns import AnyColumn, batch_column, device_columns, table_of, word
 from reports.html_writer import PageHead, PageSection, html_page
 from reports.markdown_writer import markdown_text
 from reports.names import cell_name
@@ -20,7 +20,12 @@ MOST_CHARTS = 12
 
 
 def setting_columns(cells: Sequence[CellResult]) -> list[AnyColumn]:
-    return [word("Workload", "workload"), *device_columns(cells)]
+    return [
+        word("Workload", "workload"),
+        *device_columns(cells),
+        word("Precision", "precision"),
+        batch_column(),
+    ]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from reports import blocks as ui
 from reports import run_facts, write_report, write_whole
 from reports.blocks import BREAK, data, phrase, prose, small, strong
 from reports.cells_sections import parity_td
-from reports.columns import ReportColumn, interval, mebibytes, over_baseline, throughput_of, word
+from reports.columns import ReportColumn, interval, over_baseline, size_column, throughput_of, word
 from reports.html_writer import PageHead, PageSection, html_page
 from reports.names import device_words, named
 from reports.run_report import RunReport, only, ran
@@ -242,7 +242,7 @@ _COLUMNS: tuple[ReportColumn[CellResult], ...] = (
         "of this machine; compare within a run",
     ),
     ReportColumn("Over baseline", over_baseline, "95% interval", "in the same run and setting"),
-    mebibytes("Peak memory", "peak_memory_bytes", "fullest device, largest of the trials"),
+    size_column("Peak memory", "peak_memory_bytes", "fullest device, largest of the trials"),
     ReportColumn("Parity", parity_td, "or status", "whether it trained the same as the reference"),
 )
 

@@ -8,64 +8,69 @@ from harness.analysis.ranking import micro_batch, scaling_series
 from harness.analysis.setting import SCALED, batch, setting
 from harness.cell.errors import plural
 from reports import blocks as ui
-from reports.bar_chart import MOST_ROWS, Bar, Bars, bars_of, omitted
+from reports.bar_chart import MOST_ROWS, Bar, Bars, bars_of, omitted, with_headings
 from reports.blocks import data, prose
 from reports.columns import (
     ReportColumn,
     figure,
-    mebibytes,
-    milliseconds,
+    size_column,
+    step_time_column,
     table_of,
     with_interval,
     word,
     words,
 )
-from reports.groups import RankedCell, RankedGroup, pareto
+from reports.groups import Group, pareto
 from reports.line_chart import Line, Point, Scaling, Scatter
 from reports.names import (
     INEXACT,
+    MAY_BE_FASTEST,
+    NOT_RANKED,
     NOT_THE_SAME,
     NOTES,
-    TIED,
     disturbance_legend,
+    dot,
     marks,
     named,
+    names_apart,
     notes_for,
+    titles_apart,
     unit,
 )
 from reports.run_report import RunReport
 from reports.sections import MOST_CHARTS, Numbers, Panel
-from reports.text import DASH, MIB, exact, number, percent, plain
+from reports.text import DASH, memory_unit, number, percent, plain, size
 
 MOST_SHOWN = 16
+MOST_UNRANKED = 2
 MOST_SCALING = 4
 
 
 def throughput_bars(
-    group: RankedGroup,
+    group: Group,
     name: str,
     labels: Mapping[str, str] | None = None,
-    cells: Sequence[RankedCell] = (),
+    cells: Sequence[CellResult] = (),
 ) -> Bars:
-    """Charts throughput with 95% intervals; bars of advised or tied cells are strong.
+    """Charts throughput with 95% intervals; bars of cells that may be the fastest are strong.
 
     `labels`: by cell id. `cells`: by default all, fastest first.
     """
-    cells_shown = cells or group.rows[:MOST_ROWS]
+    cells_shown, names = cells or group.rows[:MOST_ROWS], names_apart(group.rows)
     baseline = next((c for c in group.rows if c.relative.baseline == c.cell_id), None)
     level = group.rate(baseline).value if baseline else None
 
-    def bar(cell: RankedCell) -> Bar:
+    def bar(cell: CellResult) -> Bar:
         rate = group.rate(cell)
-        spread = "" if rate.half_width is None else f" ± {number(rate.half_width, 2)}"
-        label = named(cell, place=False, label=(labels or {}).get(cell.cell_id, ""))
+        ends = "" if rate.low is None else f" ({number(rate.low)} to {number(rate.high)})"
+        label = named(cell, place=False, label=labels[cell.cell_id]) if labels else ""
         return Bar(
-            label + ("" if cell.parity.same_training else INEXACT),
+            (label or names[cell.cell_id]) + ("" if cell.parity.same_training else INEXACT),
             rate.value,
-            number(rate.value) + spread,
+            number(rate.value) + ends,
             rate.low,
             rate.high,
-            cell.cell_id in group.may_be_fastest,
+            cell.relative.may_be_fastest,
             marks(cell),
             level,
         )
@@ -76,60 +81,71 @@ def throughput_bars(
         name,
         group.title,
         f"throughput ({group.unit}), 95% interval",
-        cells_shown,
-        bar,
+        _ranked_apart(cells_shown),
+        with_headings(bar),
         f"Throughput of {plural(len(group.rows), 'cell')} in {group.unit}, {group.title}, fastest"
         " first",
         (*notes, *notes_for(cells_shown), *omitted(len(group.rows), len(cells_shown))),
+        MOST_ROWS + 1,
     )
 
 
-def memory_bars(group: RankedGroup, name: str, cells: Sequence[RankedCell] = ()) -> Bars | None:
-    """Charts peak memory in MiB with its range. `cells`: by default all."""
+def _ranked_apart(cells: Sequence[CellResult]) -> list[CellResult | str]:
+    """Puts cells without a place below the others, under a heading."""
+    placed = [cell for cell in cells if cell.relative.place is not None]
+    others = [cell for cell in cells if cell.relative.place is None]
+    return [*placed, *([NOT_RANKED] if placed and others else []), *others]
+
+
+def memory_bars(group: Group, name: str, cells: Sequence[CellResult] = ()) -> Bars | None:
+    """Charts peak memory with its range. `cells`: by default all."""
     measured = [cell for cell in group.rows if cell.memory.peak_memory_bytes is not None]
     if not measured:
         return None
-    measured.sort(key=_peak)
-    least = _peak(measured[0])
-    cells_shown = cells or measured[:MOST_ROWS]
+    measured.sort(key=lambda cell: (cell.relative.place is None, _peak(cell)))
+    least, (factor, unit_) = _peak(measured[0]), memory_unit(map(_peak, measured))
+    cells_shown, names = cells or measured[:MOST_ROWS], names_apart(group.rows)
 
-    def bar(cell: RankedCell) -> Bar:
-        label, value = named(cell, place=False), _peak(cell)
+    def bar(cell: CellResult) -> Bar:
+        label, value = names[cell.cell_id], _peak(cell) / factor
         if cell.memory.peak_memory_bytes is None:
             return Bar(label, None, DASH)
-        low = (cell.memory.peak_memory_bytes_low or 0) / MIB
-        ends = (low if cell.trials > 1 else None, value)
-        return Bar(label, value, number(value), *ends, low <= least, marks(cell))
+        low = cell.memory.peak_memory_bytes_low or 0
+        ends = (low / factor if cell.trials > 1 else None, value)
+        frugal = low <= least and cell.relative.place is not None
+        return Bar(label, value, number(value), *ends, frugal, marks(cell))
 
     return bars_of(
         name,
         group.title,
-        "peak memory of the fullest device (MiB), range over trials",
-        cells_shown,
-        bar,
-        f"Peak memory of {plural(len(cells_shown), 'cell')} in MiB, {group.title}",
+        f"peak memory of the fullest device ({unit_}), range over trials",
+        _ranked_apart(cells_shown),
+        with_headings(bar),
+        f"Peak memory of {plural(len(cells_shown), 'cell')} in {unit_}, {group.title}",
         (*notes_for(cells_shown), *omitted(len(measured), len(cells_shown))),
+        MOST_ROWS + 1,
     )
 
 
-def _peak(cell: RankedCell) -> float:
-    return (cell.memory.peak_memory_bytes or 0) / MIB
+def _peak(cell: CellResult) -> float:
+    return cell.memory.peak_memory_bytes or 0
 
 
-def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
+def memory_scatter(group: Group, name: str) -> Scatter | None:
     """Charts throughput over memory; None if fewer than three cells have measured memory."""
     front = {cell.cell_id: position for position, cell in enumerate(pareto(group), 1)}
     cells = [cell for cell in group.rows if cell.memory.peak_memory_bytes is not None]
     if len(cells) < 3:
         return None
+    (factor, unit_), names = memory_unit(map(_peak, cells)), names_apart(group.rows)
     points = []
     for cell in cells:
         rate = group.rate(cell)
         points.append(
             Point(
-                named(cell, place=False),
-                (cell.memory.peak_memory_bytes or 0) / MIB,
-                (cell.memory.peak_memory_bytes_low or 0) / MIB,
+                names[cell.cell_id],
+                _peak(cell) / factor,
+                (cell.memory.peak_memory_bytes_low or 0) / factor,
                 rate.value,
                 rate.low,
                 rate.high,
@@ -138,7 +154,7 @@ def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
             )
         )
     text = "; ".join(
-        f"{p.label} {number(p.throughput)} {group.unit} in {number(p.memory)} MiB"
+        f"{p.label} {number(p.throughput)} {group.unit} in {number(p.memory)} {unit_}"
         for p in points
         if p.place
     )
@@ -147,14 +163,16 @@ def memory_scatter(group: RankedGroup, name: str) -> Scatter | None:
         f" {text}"
     )
     return Scatter(
-        name, group.title, group.unit, tuple(points), summary, notes_for(cells, "hollow")
+        name, group.title, group.unit, unit_, tuple(points), summary, notes_for(cells, "hollow")
     )
 
 
-def comparable(report: RunReport) -> list[tuple[int, RankedGroup, str]]:
+def comparable(report: RunReport) -> list[tuple[int, Group, str]]:
     several = [group for group in report.groups if len(group.rows) > 1][:MOST_CHARTS]
     main = report.groups[0].workload if several else ""
-    return [(index, group, group.short_title(main)) for index, group in enumerate(several)]
+    titles = [group.short_title(main) for group in several]
+    titles = titles_apart(titles, [group.rows[0] for group in several])
+    return list(zip(range(len(several)), several, titles, strict=True))
 
 
 def ranking_blocks(report: RunReport) -> ui.Blocks:
@@ -165,7 +183,7 @@ def ranking_blocks(report: RunReport) -> ui.Blocks:
     cells = [cell for group in report.groups for cell in group.rows]
     names = "".join(map(named, cells))
     notes = [NOTES[mark].replace(" hatched:", "") for mark in NOTES if mark in names]
-    notes += [TIED] if any(cell.same_as_above for cell in cells) else []
+    notes += [MAY_BE_FASTEST] if cells else []
     if meaning := disturbance_legend(cells):
         notes.append(f"¶ {meaning}")
     return [
@@ -174,40 +192,46 @@ def ranking_blocks(report: RunReport) -> ui.Blocks:
     ]
 
 
-def _headline_charts(group: RankedGroup | None) -> ui.Charts:
+def _headline_charts(group: Group | None) -> ui.Charts:
     if group is None or len(group.rows) < 2:
         return ui.Charts([])
     advised = group.advised
     roles = {advice.cell.cell_id for advice in advised.advice} if advised else set()
     roles |= {group.rows[0].relative.baseline}
-    first, later = group.rows[:MOST_SHOWN], group.rows[MOST_SHOWN:]
-    more = [cell for cell in later if cell.cell_id in roles]
+    unranked = [cell for cell in group.rows if cell.relative.place is None]
+    unranked.sort(key=lambda cell: -group.rate(cell).value)
+    first, later = group.fair[:MOST_SHOWN], group.fair[MOST_SHOWN:]
+    more = [*(cell for cell in later if cell.cell_id in roles), *unranked[:MOST_UNRANKED]]
     cells = [*first[: MOST_SHOWN - len(more)], *more]
     charts = [ui.Chart(throughput_bars(group, "speed", cells=cells), "Throughput")]
     if memory := memory_bars(group, "memory-of-these", cells):
         charts.append(ui.Chart(memory, "Peak memory"))
+    if scatter := memory_scatter(group, "front"):
+        charts.append(_front_chart(scatter, "Throughput against memory"))
     return ui.Charts(charts, prose("headline"))
 
 
-def _ranked_table(group: RankedGroup) -> ui.Table:
+def _ranked_table(group: Group) -> ui.Table:
+    names = names_apart(group.rows)
+
     def interval(cell: CellResult) -> ui.Td:
         rate = group.rate(cell)
         ends = f"{number(rate.low)} to {number(rate.high)}"
         return ui.Td("1 trial: no interval" if rate.low is None else ends)
 
     columns: list[ReportColumn[CellResult]] = [
-        ReportColumn("strategy", lambda cell: words(named(cell))),
+        ReportColumn("strategy", lambda cell: words(names[cell.cell_id])),
+        ReportColumn("may be fastest", lambda cell: words(dot(cell))),
         figure("throughput", group.throughput, unit=group.unit),
         ReportColumn("95% interval", interval),
-        milliseconds("step p50", "step_seconds_p50"),
-        mebibytes("peak memory", "peak_memory_bytes"),
+        step_time_column(),
+        size_column("peak memory", "peak_memory_bytes"),
         word("parity", "parity_verdict"),
     ]
-
-    def place(cell: RankedCell) -> str:
-        return f"{cell.place}{f' ≈ {cell.place - 1}' if cell.same_as_above else ''}"
-
-    rows = [ui.Row(place(cell), [column.make(cell) for column in columns]) for cell in group.rows]
+    rows = [
+        ui.Row(plain(cell.relative.place), [column.make(cell) for column in columns])
+        for cell in group.rows
+    ]
     return table_of("", group.full_title, "place", columns, rows)
 
 
@@ -218,18 +242,22 @@ def memory_charts(report: RunReport) -> Iterator[ui.Chart]:
 
 
 def memory_line(report: RunReport) -> str:
-    return report.from_to(lambda cell: cell.memory.peak_memory_bytes, "MiB", 1 / MIB)
+    return report.from_to(lambda cell: cell.memory.peak_memory_bytes, size)
 
 
 def front_charts(report: RunReport) -> Iterator[ui.Chart]:
     for index, group, title in comparable(report):
         if scatter := memory_scatter(group, f"front-{index}"):
-            names = tuple(
-                f"{point.label}: {number(point.throughput)} {scatter.unit},"
-                f" {number(point.memory)} MiB"
-                for point in scatter.front
-            )
-            yield ui.Chart(scatter, title, names)
+            yield _front_chart(scatter, title)
+
+
+def _front_chart(scatter: Scatter, title: str) -> ui.Chart:
+    names = tuple(
+        f"{point.label}: {number(point.throughput)} {scatter.unit},"
+        f" {number(point.memory)} {scatter.memory_unit}"
+        for point in scatter.front
+    )
+    return ui.Chart(scatter, title, names)
 
 
 def front_line(report: RunReport) -> str:
@@ -324,11 +352,48 @@ def _scaling_title(cell: CellResult, regime: str) -> str:
     return " · ".join(parts)
 
 
-def scaling_charts(report: RunReport) -> list[Scaling]:
+def efficiency_bars(report: RunReport) -> Bars | None:
+    """Charts how much of linear scaling each cell of the verdict's setting reaches."""
+    group, base = report.leading, "efficiency_single"
+    if group is None or group.devices < 2:
+        return None
+    cells = [cell for cell in group.fair if cell.column(base) is not None]
+
+    def bar(cell: CellResult) -> Bar:
+        value, low, high = (cell.column(f"{base}{end}") for end in ("", "_low", "_high"))
+        text = percent(value) if low is None else f"{percent(value)} ({low:.0%} to {high:.0%})"
+        return Bar(
+            named(cell),
+            100 * value,
+            text,
+            None if low is None else 100 * low,
+            None if high is None else 100 * high,
+            cell.relative.may_be_fastest,
+            target=100.0,
+        )
+
+    if not cells:
+        return None
+    return bars_of(
+        "efficiency-bars",
+        f"Scaling efficiency · {group.full_title}",
+        "throughput per device, % of the plain process on one device",
+        cells,
+        bar,
+        f"Scaling efficiency of {plural(len(cells), 'cell')}, {group.full_title}, fastest first",
+        ("upright line: linear scaling",),
+        MOST_SHOWN,
+    )
+
+
+def scaling_charts(report: RunReport) -> list[Bars | Scaling | None]:
     return [
-        curves
-        for regime in ("strong", "weak")
-        for curves in scaling(report.cells, regime)[:MOST_SCALING]
+        efficiency_bars(report),
+        *(
+            curves
+            for regime in ("strong", "weak")
+            for curves in scaling(report.cells, regime)[:MOST_SCALING]
+        ),
     ]
 
 
@@ -356,15 +421,6 @@ def _efficiency(report: RunReport) -> ui.Blocks:
     return dataclasses.replace(EFFICIENCY, folded=title).blocks(report)
 
 
-def batch_column() -> ReportColumn[CellResult]:
-    def make(cell: CellResult) -> ui.Td:
-        value = cell.cell.global_batch
-        size = ui.Span(plain(value), field="global_batch", value=exact(value))
-        return ui.Td([size, " weak"] if cell.cell.regime == "weak" else size)
-
-    return ReportColumn("Batch", make, "samples", "global batch")
-
-
 _ON_ONE = "on one device, 95% interval"
 EFFICIENCY: Numbers[RunReport] = Numbers(
     "efficiency",
@@ -372,8 +428,6 @@ EFFICIENCY: Numbers[RunReport] = Numbers(
     scaled_cells,
     lambda _: [
         word("Scaling", "regime"),
-        word("Precision", "precision"),
-        batch_column(),
         ReportColumn("Against itself", with_interval("efficiency_own"), _ON_ONE),
         ReportColumn("Against the plain process", with_interval("efficiency_single"), _ON_ONE),
     ],

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 DASH = "—"
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 def finite(value: float | None) -> float | None:
@@ -55,10 +55,31 @@ def size(value: float | None) -> str:
     value = finite(value)
     if value is None:
         return DASH
-    for unit, factor in (("GiB", 2**30), ("MiB", MIB), ("KiB", 2**10)):
+    for unit, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", 2**10)):
         if abs(value) >= factor:
             return f"{number(value / factor)} {unit}"
     return f"{plain(value)} bytes"
+
+
+def short_count(value: float) -> str:
+    """Formats a large count as `3.28M`."""
+    for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= factor:
+            return f"{number(value / factor)}{unit}"
+    return plain(value)
+
+
+def duration(seconds: float) -> str:
+    """Formats as `45 s`, `29 min` or `1 h 05 min`."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min"
+
+
+def memory_unit(sizes: Iterable[float]) -> tuple[int, str]:
+    """Returns the unit for a chart of sizes in bytes: GiB if the largest reaches one, else MiB."""
+    return (GIB, "GiB") if max(sizes, default=0) >= GIB else (MIB, "MiB")
 
 
 def deviation(value: float | None) -> str:

@@ -18,9 +18,8 @@ from reports.columns import (
     cell_table,
     computed,
     figure,
-    in_mebibytes,
-    mebibytes,
     milliseconds,
+    size_column,
     throughput_column,
     word,
     words,
@@ -30,7 +29,7 @@ from reports.names import chart_name, main_workload, marks, named, notes_for
 from reports.run_facts import StepProfile
 from reports.run_report import RunReport
 from reports.sections import Numbers, Panel
-from reports.text import DASH, listed, number, percent, plain, scaled, signed
+from reports.text import DASH, listed, number, percent, plain, scaled, signed, size
 
 WORDS = {
     "compute": "compute",
@@ -127,7 +126,7 @@ def _rank(rank: float | None) -> str:
 
 def _peak_column(kind: str, title: str = "", tip: str = "") -> ReportColumn[StepProfile]:
     title = title or kind.capitalize()
-    return computed(title, f"peak_{kind}", lambda p: p.peak[kind], in_mebibytes, "MiB", tip)
+    return computed(title, f"peak_{kind}", lambda p: p.peak[kind], size, tip=tip)
 
 
 def _gpu_columns(profiles: Sequence[StepProfile]) -> list[AnyColumn]:
@@ -158,7 +157,7 @@ PARTS_TABLE: Numbers[RunReport] = Numbers(
         ),
         _in_milliseconds("Plain step", "plain_ms", lambda p: p.plain_step, "without the profiler"),
         figure("Straggler", "straggler", _rank, "rank", "slower than the others by more than 15%"),
-        mebibytes(
+        size_column(
             "Must send", "logical_bytes", "by theory, for the collectives it calls", "MiB per rank"
         ),
         figure("Off the formula", "off_theory", signed, tip="of the strategy"),
@@ -177,7 +176,7 @@ PEAK_TABLE: Numbers[RunReport] = Numbers(
     lambda _: [
         *map(_peak_column, SPLIT),
         _peak_column("tracked", "Tensors", "at their peak"),
-        mebibytes("Private memory", "private", "peak of the same step as trials measure it"),
+        size_column("Private memory", "private", "peak of the same step as trials measure it"),
     ],
     folded="What fills the memory at the peak",
 )
@@ -300,7 +299,7 @@ TRAFFIC: Numbers[RunReport] = Numbers(
         for cell in sorted(group.rows, key=sent)
     ],
     lambda _: [
-        mebibytes("Sent", "sent_bytes_per_step", "by the rank that sends most", "MiB per step"),
+        size_column("Sent", "sent_bytes_per_step", "by the rank that sends most", "per step"),
         computed(
             "Sent",
             "sent_over_gradients",
@@ -332,15 +331,15 @@ OFFLOAD: Numbers[RunReport] = Numbers(
         if cell.status == "ok" and cell.traffic.offload_kept_bytes is not None
     ],
     lambda rows: [
-        mebibytes(
+        size_column(
             "Read", "offload_read_bytes_per_step", "from the disk, all ranks", "MiB per step"
         ),
-        mebibytes(
+        size_column(
             "Written", "offload_written_bytes_per_step", "to the disk, all ranks", "MiB per step"
         ),
-        mebibytes("In the folder", "offload_kept_bytes", "size of its files"),
-        mebibytes("In memory", "state_bytes", "states of the fullest rank between steps"),
-        mebibytes("Peak", "peak_memory_bytes", "of the fullest device"),
+        size_column("In the folder", "offload_kept_bytes", "size of its files"),
+        size_column("In memory", "state_bytes", "states of the fullest rank between steps"),
+        size_column("Peak", "peak_memory_bytes", "of the fullest device"),
         throughput_column(rows),
     ],
     folded="",
@@ -354,7 +353,8 @@ TRAFFIC_PANELS: tuple[Panel[RunReport], ...] = (
 def traffic_line(report: RunReport) -> str:
     sending = {cell.cell_id for cell in with_traffic(report.cells)}
     return "a rank sends " + report.from_to(
-        lambda cell: sent(cell) if cell.cell_id in sending else None, "x the gradients"
+        lambda cell: sent(cell) if cell.cell_id in sending else None,
+        lambda multiple: f"{number(multiple)} x the gradients",
     )
 
 
@@ -406,9 +406,10 @@ def _range(values: Sequence[float]) -> str:
 
 
 def routed(cells: Sequence[CellResult]) -> list[CellResult]:
-    """Returns cells with experts by workload, the most balanced first."""
+    """Returns cells with experts by workload, the least balanced first."""
     found = [cell for cell in cells if cell.traffic.expert_imbalance is not None]
-    return sorted(found, key=lambda cell: (cell.cell.workload_name, cell.traffic.expert_imbalance))
+    by_workload = sorted(found, key=lambda cell: -(cell.traffic.expert_imbalance or 0.0))
+    return sorted(by_workload, key=lambda cell: cell.cell.workload_name)
 
 
 def expert_bars(report: RunReport) -> list[Bars]:
@@ -498,7 +499,7 @@ CHECKPOINTS: Numbers[RunReport] = Numbers(
         milliseconds("Save", "checkpoint_save_seconds", "slowest rank"),
         milliseconds("Blocked", "checkpoint_blocked_seconds", "time in which it could not train"),
         milliseconds("Load", "checkpoint_load_seconds", "slowest rank; unknown if within set-up"),
-        mebibytes("On disk", "checkpoint_bytes", "size of its files"),
+        size_column("On disk", "checkpoint_bytes", "size of its files"),
         figure("Files", "checkpoint_files", plain),
         _restored("Bit by bit", "checkpoint_restores_bits"),
         _restored("Random state", "checkpoint_restores_random"),

@@ -4,51 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from shlex import quote
 
 from harness.analysis.answer import why_no_advice, why_no_more_trials
 from harness.analysis.cell_result import CellResult
+from harness.analysis.ranking import of_real_things
 from harness.cell.errors import plural
 from reports import blocks as ui
-from reports.blocks import BREAK, data, phrase, prose, small, strong
+from reports.blocks import BREAK, data, phrase, plain_text, prose, small, strong
 from reports.columns import (
     ReportColumn,
+    baseline_columns,
     cell_table,
-    gained,
     interval,
-    mebibytes,
+    mfu_column,
     over_baseline,
+    per_gpu_column,
+    size_column,
     throughput_column,
     word,
     words,
 )
-from reports.groups import (
-    RankedCell,
-    RankedGroup,
-    biggest,
-    fairly_timed,
-    of_real_things,
-    tied_with_fastest,
-)
+from reports.groups import Group, biggest
 from reports.names import OVERSUBSCRIBED, cell_name, disturbance, gpu_findings
 from reports.run_report import RunReport
 from reports.speed_sections import comparable, throughput_bars
-from reports.text import DASH, MIB, number, plain
+from reports.text import DASH, number, plain, size
 
 
-def fastest(group: RankedGroup) -> tuple[RankedCell, list[RankedCell]]:
-    """Returns the advised cell, or else the fastest fairly timed one, and those tied with it."""
-    if advised := group.advised:
-        ids = {cell.cell_id for cell in advised.may_be_fastest}
-        use = next(row for row in group.rows if row.cell_id == advised.advice[0].cell.cell_id)
-        return use, [row for row in group.rows if row.cell_id in ids and row is not use]
-    fair = fairly_timed(group.rows)
-    return fair[0], tied_with_fastest(fair)
+def fastest(group: Group) -> tuple[CellResult, list[CellResult]]:
+    """Returns the advised cell, or else the fastest fairly timed one, and the others that may be as
+    fast."""
+    use = group.advised.advice[0].cell if group.advised else group.rows[0]
+    return use, [row for row in group.rows if row.relative.may_be_fastest and row is not use]
 
 
-def frugal(group: RankedGroup) -> RankedCell | None:
+def frugal(group: Group) -> CellResult | None:
     """Returns the cell with the lowest peak memory, without stand-ins."""
 
-    def order(cell: RankedCell) -> tuple[int, float]:
+    def order(cell: CellResult) -> tuple[int, float]:
         return cell.memory.peak_memory_bytes or 0, -(cell.speed.samples_per_second or 0.0)
 
     genuine = of_real_things(group.rows)
@@ -56,7 +50,7 @@ def frugal(group: RankedGroup) -> RankedCell | None:
     return min(measured, key=order, default=None)
 
 
-def rate_text(group: RankedGroup, cell: RankedCell) -> str:
+def rate_text(group: Group, cell: CellResult) -> str:
     """Returns `3,200 tokens/s, 95% interval 3,100 to 3,300, 3 trials`."""
     rate = group.rate(cell)
     interval = "1 trial: no interval"
@@ -93,17 +87,26 @@ def verdict_blocks(report: RunReport) -> ui.Blocks:
         blocks.append(ui.Paragraph(prose("oversubscribed"), "caution"))
     roles = _roles(group)
     blocks += _disturbed([row for row, _ in roles])
-    blocks.append(_figures(group, roles))
+    blocks += [_figures(group, roles), _commands(report)]
     if coarse := why_no_more_trials(group.rows):
         blocks.append(ui.Paragraph(data(f"{coarse}."), "small"))
     return [*blocks, *_same_training(judged(report.cells))]
+
+
+def _commands(report: RunReport) -> ui.Facts:
+    """Returns commands that repeat the run and export the advised cell, to copy."""
+    commands = {"Run the matrix again": prose("command run", matrix=quote(report.run.matrix))}
+    if report.advised:
+        use = report.advised.advice[0].cell
+        commands[f"Export {use.cell.label}"] = prose("command export", cell=quote(use.cell_id))
+    return ui.Facts([(what, data(plain_text(text), "command")) for what, text in commands.items()])
 
 
 Roles = list[tuple[CellResult, str]]
 """Cells of the verdict, each once, with their roles."""
 
 
-def _roles(group: RankedGroup) -> Roles:
+def _roles(group: Group) -> Roles:
     cells: list[tuple[CellResult, str]] = [(fastest(group)[0], "Fastest")]
     cells += [(least, "Least memory")] if (least := frugal(group)) else []
     if advised := group.advised:
@@ -116,13 +119,16 @@ def _roles(group: RankedGroup) -> Roles:
     return [(cell, ", ".join(meanings[cell_id])) for cell_id, cell in by_id.items()]
 
 
-def _figures(group: RankedGroup, roles: Roles) -> ui.Table:
+def _figures(group: Group, roles: Roles) -> ui.Table:
     text = {cell.cell_id: role for cell, role in roles}
     cells = [cell for cell, _ in roles]
-    columns = [
+    gpus = [per_gpu_column(cells), mfu_column()] if cells[0].cell.device == "cuda" else []
+    columns: list[ReportColumn[CellResult]] = [
         ReportColumn("Role", lambda cell: words(text[cell.cell_id])),
+        *gpus,
         throughput_column(cells),
-        mebibytes("Peak memory", "peak_memory_bytes", "fullest device, largest of the trials"),
+        *baseline_columns(cells),
+        size_column("Peak memory", "peak_memory_bytes", "fullest device, largest of the trials"),
         word("Parity", "parity_verdict"),
     ]
     label = f"Figures of the verdict, {group.title}"
@@ -154,7 +160,7 @@ def _largest_verdict(report: RunReport) -> ui.Blocks:
     ]
 
 
-def _lead(group: RankedGroup) -> ui.Blocks:
+def _lead(group: Group) -> ui.Blocks:
     workload = data(group.workload, "strong")
     title = prose("training", workload=workload, details=group.details)
     advised = group.advised
@@ -169,24 +175,14 @@ def _lead(group: RankedGroup) -> ui.Blocks:
         )
         return [ui.Paragraph(phrase(title, text), "lead")]
     items = []
-    for index, advice in enumerate(advised.advice):
-        item = [strong(advice.role), " ", *cell_name(advice.cell, place=False), ": "]
-        item.append(data(advice.words))
-        others = len(advised.may_be_fastest) - 1
-        if index == 0 and others > 0:
-            item.append(f"; {plural(others, 'other')} may be as fast")
-        item.append(".")
-        if index == 0 and advised.reason:
-            item.append(f" Why: {advised.reason}.")
-        if index == 0 and advised.caveat:
-            item.append(ui.Span(f" Caveat: {advised.caveat}.", "small"))
-        items.append(item)
-    equals: list[ui.Block] = []
     for advice in advised.advice:
-        if advice.as_good:
-            ties = advice.as_good[0].upper() + advice.as_good[1:]
-            equals.append(ui.Paragraph([data(ties), "."], "small"))
-    return [ui.Paragraph([*title, ":"], "lead"), ui.Bullets(items, "answer"), *equals]
+        name = cell_name(advice.cell, place=False)
+        items.append([strong(advice.role), " ", *name, ". ", data(advice.words)])
+    more = {"Why": advised.reason, "Caveat": advised.caveat}
+    items[1:1] = [
+        [strong(f"{what}:"), " ", data(f"{text}.")] for what, text in more.items() if text
+    ]
+    return [ui.Paragraph([*title, ":"], "lead"), ui.Bullets(items, "answer")]
 
 
 def _disturbed(rows: Iterable[CellResult]) -> ui.Blocks:
@@ -223,12 +219,12 @@ def _same_training(cells: Sequence[CellResult]) -> ui.Blocks:
         judged=plural(len(cells), "cell"),
         steps=parity_steps(cells),
         rewound=prose("rewound", count=rewound) if rewound else "",
-        diverged=f".{diverged}" if away else "",
+        diverged=f"{diverged}." if away else "",
     )
     return [ui.Paragraph(text, "small")]
 
 
-def compared(report: RunReport) -> list[RankedGroup]:
+def compared(report: RunReport) -> list[Group]:
     return [group for group in biggest(report.groups) if len(group.rows) > 1]
 
 
@@ -261,17 +257,16 @@ def settings_blocks(report: RunReport) -> ui.Blocks:
     ]
 
 
-def _setting_row(group: RankedGroup) -> ui.Row:
+def _setting_row(group: Group) -> ui.Row:
     advised, (cell, tied), least = group.advised, fastest(group), frugal(group)
     use = cell_name(cell, place=False)
     if advised is None:
         use = ["fastest: ", *use, BREAK, small(f"no advice: {why_no_advice(group.rows)}")]
     elif tied:
         use += [BREAK, small(f"{plural(len(tied), 'other')} may be as fast")]
-    gain = advised.gain if advised else None
     memory: ui.Words = DASH
     if least:
-        peak = f"{number((least.memory.peak_memory_bytes or 0) / MIB)} MiB"
+        peak = size(least.memory.peak_memory_bytes)
         memory = [*cell_name(least, place=False), BREAK, peak]
     real = "" if group.real else f" {OVERSUBSCRIBED}"
     about = small(f"{group.title}, {len(group.rows)} compared")
@@ -280,7 +275,7 @@ def _setting_row(group: RankedGroup) -> ui.Row:
         [
             ui.Td(use, "prose"),
             interval(cell, group.throughput, with_unit=True),
-            gained(gain.ratio, gain.low, gain.high) if gain else over_baseline(cell),
+            over_baseline(cell),
             ui.Td(memory, "prose"),
         ],
     )

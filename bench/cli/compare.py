@@ -249,13 +249,13 @@ def _runs(out: Console, series: Series) -> None:
     table.add_column("smallest to largest", no_wrap=True)
     table.add_column("change from here on")
     for point in series.points:
-        half = point.value.half_width
+        ends = [_value_text(series, end) for end in (point.value.low, point.value.high) if end]
         column = round((WIDTH - 1) * (point.value.value - low) / (high - low)) if high > low else 0
         table.add_row(
             f"{point.started_at:%Y-%m-%d %H:%M}",
             point.run_id,
             _value_text(series, point.value.value),
-            "1 trial" if half is None else f"± {_value_text(series, half).split()[0]}",
+            " to ".join(end.split()[0] for end in ends) or "1 trial",
             str(point.value.trials),
             "·" * column + "█",
             "" if point.change is None else change_words(series, point.change),

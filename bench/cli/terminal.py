@@ -183,33 +183,32 @@ def ranking(out: Console, cells: Sequence[CellResult]) -> None:
 
 
 def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
-    from harness.analysis.ranking import tied_with_previous
     from harness.cell.cell import over
 
     nodes = ["nodes"] if any(cell.cell.nodes > 1 for cell in cells) else []
     ranked = table(
-        f"{workload}: ranked by throughput (~ tied with the one above)",
+        f"{workload}: ranked by throughput (● may be the fastest of its setting)",
         *("", "strategy", "devices", *nodes, "precision", "samples/s", "95%"),
         *("peak MiB/rank", "parity", "loss deviation"),
         left=("strategy", "precision", "parity"),
     )
-    for same, cell in zip(tied_with_previous(cells), cells, strict=True):
+    for cell in cells:
         marks = (
             ("†", cell.placement.stand_in is not None),
             ("‡", cell.placement.oversubscribed),
             ("¶", cell.disturbance.trials),
         )
         on = f" {over(cell.cell.links)}" if cell.cell.links else ""
-        speed, high = cell.speed.samples_per_second or 0.0, cell.speed.samples_per_second_high
+        low, high = cell.speed.samples_per_second_low, cell.speed.samples_per_second_high
         peak, deviation = cell.memory.peak_memory_bytes, cell.parity.max_loss_deviation
         ranked.add_row(
-            "~" if same else "",
+            "●" if cell.relative.may_be_fastest else "",
             escape(cell.cell.label) + "".join(mark for mark, applies in marks if applies),
             f"{cell.cell.devices}{on}{' weak' if cell.cell.regime == 'weak' else ''}",
             *([str(cell.cell.nodes)] if nodes else []),
             cell.cell.precision,
-            f"{speed:.1f}",
-            "1 trial" if high is None else f"± {high - speed:.1f}",
+            f"{cell.speed.samples_per_second or 0.0:.1f}",
+            "1 trial" if None in (low, high) else f"{low:.1f} to {high:.1f}",
             "-" if peak is None else f"{peak / MEBIBYTE:.0f}",
             cell.parity.verdict,
             "-" if deviation is None else f"{deviation:.1e}",

@@ -6,10 +6,20 @@ from dataclasses import dataclass, replace
 
 from harness.analysis.cell_result import CellResult
 from harness.analysis.race import FAR_BEHIND, RACE_ROUNDS, Entrants, contenders, is_decided
-from harness.analysis.ranking import compare, gains, half_widths, may_be_fastest
-from harness.analysis.setting import by_setting
-from harness.analysis.stats import CONFIDENCE, EQUAL, Comparison, LogEstimate
+from harness.analysis.ranking import (
+    against_best,
+    compare,
+    fairly_timed,
+    fastest_first,
+    gains,
+    half_widths,
+    may_be_fastest,
+    precision,
+)
+from harness.analysis.setting import by_setting, grouped
+from harness.analysis.stats import CONFIDENCE, EQUAL, Comparison, LogEstimate, ratio
 from harness.cell.cell import BASELINE, TECHNIQUES
+from harness.cell.errors import plural
 from harness.record.profile_record import ProfileRecord
 
 SAME_MEMORY = 0.05
@@ -17,7 +27,7 @@ SAME_MEMORY = 0.05
 NEARLY_AS_FAST = 0.03
 """Fraction by which the strategy advised as simplest may be slower."""
 MOST_NAMED = 5
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -26,12 +36,11 @@ class Advice:
     """Use, Faster at a price, Least memory, or Simplest."""
     cell: CellResult
     words: str
-    """Text that follows the cell's label and a colon."""
-    as_good: str = ""
+    """Sentences that follow the cell's label."""
 
     @property
     def sentence(self) -> str:
-        return f"{self.cell.cell.label}: {self.words}{'; ' if self.as_good else ''}{self.as_good}"
+        return f"{self.cell.cell.label}. {self.words}"
 
 
 @dataclass(frozen=True)
@@ -39,9 +48,10 @@ class Answer:
     advice: tuple[Advice, ...]
     compared: int
     may_be_fastest: tuple[CellResult, ...]
-    """Cells of the same training that may be the fastest (95% joint confidence)."""
+    """Cells of the same training that may be the fastest (95% joint confidence), and the
+    recommended one."""
     baseline: CellResult | None
-    """The usual choice, recommended unless another cell is known to beat it."""
+    """Recommended unless another cell is known to beat it."""
     gain: Comparison | None = None
     """Recommended cell's throughput over the baseline's, with a joint interval over candidates."""
     better: tuple[CellResult, ...] = ()
@@ -62,6 +72,12 @@ class Answer:
             caveats.append(
                 f"something else used the machine in {use.disturbance.trials} of its trials"
             )
+        caveats += [
+            f"{cell.cell.label} was still warming up: its step time changed by"
+            f" {cell.speed.trend:.0%} while it was timed"
+            for cell in (use, *([self.baseline] if self.baseline not in (use, None) else []))
+            if cell.speed.drifts
+        ]
         starts = {cell.placement.launched_by for cell in (use, self.baseline) if cell}
         if use.cell.device == "cpu" and len(starts) > 1:
             caveats.append(
@@ -76,12 +92,52 @@ class Answer:
 
 def trustworthy(cells: Sequence[CellResult]) -> list[CellResult]:
     """Returns ranked cells without emulated parts and with a core per rank, fastest first."""
-    chosen = [
+    return [
         cell
-        for cell in cells
+        for cell in fastest_first(cells)
         if cell.ranked and cell.placement.stand_in is None and not cell.placement.oversubscribed
     ]
-    return sorted(chosen, key=lambda cell: -(cell.speed.samples_per_second or 0.0))
+
+
+def with_verdicts(cells: Sequence[CellResult]) -> list[CellResult]:
+    """Adds what holds within a setting: places, gains over the baseline, and which cells may be the
+    fastest. The cells must have baselines."""
+    ranked = [cell for cell in cells if cell.ranked]
+    by_run = grouped(ranked, lambda cell: cell.run_id).values()
+    judged = {
+        (cell.run_id, cell.cell_id): cell
+        for of_run in by_run
+        for group in by_setting(of_run)
+        for cell in _with_verdict(group)
+    }
+    return [judged.get((cell.run_id, cell.cell_id), cell) for cell in cells]
+
+
+def _with_verdict(cells: Sequence[CellResult]) -> list[CellResult]:
+    fair = fairly_timed(fastest_first(cells))
+    places = {cell.cell_id: place for place, cell in enumerate(fair, 1)}
+    over_baseline = _gains(cells)
+    compared = []
+    for cell in cells:
+        relative = replace(cell.relative, place=places.get(cell.cell_id))
+        if gain := over_baseline.get(cell.cell_id):
+            relative = replace(
+                relative,
+                over_baseline=gain.ratio,
+                over_baseline_low=gain.low,
+                over_baseline_high=gain.high,
+            )
+        compared.append(replace(cell, relative=relative))
+    if found := answer(compared):
+        fastest = list(found.may_be_fastest)
+    else:
+        several = any(cell.trials > 1 for cell in fair)
+        fastest = [fair[0], *(may_be_fastest(fair) if several else ())]
+    ids = {cell.cell_id for cell in fastest}
+    return [
+        replace(cell, relative=replace(cell.relative, may_be_fastest=cell.cell_id in ids))
+        for cell in compared
+    ]
 
 
 def candidates(cells: Sequence[CellResult]) -> list[CellResult]:
@@ -211,16 +267,12 @@ def answer(
     if why_no_advice(cells):
         return None
     fair, advisable = trustworthy(cells), candidates(cells)
-    baseline, ties = _baseline(advisable), may_be_fastest(advisable)
-    over_baseline = _gains(advisable, baseline)
-    better = [
-        cell
-        for cell in advisable
-        if (gain := over_baseline.get(cell.cell_id)) and gain.verdict == "faster"
-    ]
-    use = _chosen(ties, better, baseline, over_baseline)
-    gain = over_baseline.get(use.cell_id)
-    advice = [Advice("Use", use, _use(use, advisable, better, baseline, gain), _as_good(use, ties))]
+    baseline, leaders = _baseline(advisable), may_be_fastest(advisable)
+    known = [cell for cell in advisable if cell.gain and cell.gain.verdict == "faster"]
+    better = known if baseline else []
+    use = _chosen(leaders, better, baseline)
+    ties = leaders if use in leaders else [use, *leaders]
+    advice = [Advice("Use", use, _use(use, advisable, ties, baseline))]
     other = fair[0]
     if other not in advisable and not other.parity.same_training and _faster(other, use):
         advice.append(Advice("Faster at a price", other, _price(other, use)))
@@ -233,6 +285,7 @@ def answer(
     if complexity(simple)[:2] < complexity(use)[:2]:
         advice.append(Advice("Simplest", simple, _simple(simple, use)))
     reason = _reason(use, baseline, profiles or {})
+    gain = use.gain if baseline else None
     return Answer(tuple(advice), len(fair), tuple(ties), baseline, gain, tuple(better), reason)
 
 
@@ -240,30 +293,35 @@ def _baseline(cells: Sequence[CellResult]) -> CellResult | None:
     return next((cell for cell in cells if cell.cell_id == cell.relative.baseline), None)
 
 
-def _gains(advisable: Sequence[CellResult], baseline: CellResult | None) -> dict[str, Comparison]:
-    """Returns throughputs over the baseline's by cell id. Intervals of cells near the fastest hold
-    jointly for these cells alone; the other cells are never recommended."""
+def _gains(cells: Sequence[CellResult]) -> dict[str, Comparison]:
+    """Returns throughputs over the baseline's by cell id.
+
+    Intervals of candidates near the fastest hold jointly for these alone, as others are never
+    recommended; those of other candidates for all candidates, and the rest for all cells.
+    """
+    baseline = _baseline(cells)
     usual = baseline.speed.log_throughput if baseline else None
-    others = [cell for cell in advisable if cell is not baseline]
-    speeds = _speeds(others)
-    if usual is None or len(speeds) < len(others):
+    if baseline is None or usual is None:
         return {}
-    if any(speed.degrees <= 0 for speed in (usual, *speeds.values())):
-        return {}
-    near = contenders(_speeds(advisable))
-    racing = {cell_id: speed for cell_id, speed in speeds.items() if cell_id in near}
-    return {
-        cell_id: gain
-        for group in (speeds, racing)
-        for cell_id, gain in zip(group, gains(usual, [*group.values()]), strict=True)
-    }
+    advisable = _speeds(candidates(cells))
+    near = contenders(advisable)
+    groups = (
+        _speeds(cells),
+        advisable,
+        {name: speed for name, speed in advisable.items() if name in near},
+    )
+    found = {baseline.cell_id: Comparison(1.0, None, None, usual.trials)}
+    for group in groups:
+        others = {name: speed for name, speed in group.items() if name != baseline.cell_id}
+        if usual.degrees > 0 and all(speed.degrees > 0 for speed in others.values()):
+            found |= zip(others, gains(usual, [*others.values()]), strict=True)
+        else:
+            found |= {name: ratio(speed, usual) for name, speed in others.items()}
+    return found
 
 
 def _chosen(
-    ties: Sequence[CellResult],
-    better: Sequence[CellResult],
-    baseline: CellResult | None,
-    over_baseline: Mapping[str, Comparison],
+    ties: Sequence[CellResult], better: Sequence[CellResult], baseline: CellResult | None
 ) -> CellResult:
     if baseline is None:
         return min(ties, key=complexity)
@@ -271,7 +329,7 @@ def _chosen(
         return baseline
     if both := [cell for cell in better if cell in ties]:
         return min(both, key=complexity)
-    return max(better, key=lambda cell: over_baseline[cell.cell_id].low or 0.0)
+    return max(better, key=lambda cell: cell.relative.over_baseline_low or 0.0)
 
 
 def _reason(
@@ -325,17 +383,38 @@ def _longest(profile: ProfileRecord, name: str) -> float | None:
     return max(getattr(profile, name), default=None)
 
 
-def change(comparison: Comparison) -> str:
-    """Formats as `12.0% faster (95% interval: 8.0 to 16.1%)`."""
-    ratio = comparison.ratio - 1
-    text = f"{abs(ratio):.1%} {'faster' if ratio >= 0 else 'slower'}"
+def change(comparison: Comparison, label: str, alone: bool = False) -> str:
+    """Formats as `12.0% faster than ddp (95% interval: 8.0 to 16.1%)`.
+
+    `alone`: whether the interval is of this pair, not joint.
+    """
+    gain = comparison.ratio - 1
+    text = f"{abs(gain):.1%} {'faster' if gain >= 0 else 'slower'} than {label}"
     if comparison.low is None or comparison.high is None:
         return f"{text} (too few trials for an interval)"
     ends = (comparison.low - 1, comparison.high - 1)
-    if ratio < 0:
+    if gain < 0:
         ends = (-ends[1], -ends[0])
     low, high = (f"{end * 100:.1f}".replace("-", "−") for end in ends)
-    return f"{text} (95% interval: {low} to {high}%)"
+    return f"{text} (95% interval{' of this pair' if alone else ''}: {low} to {high}%)"
+
+
+def _against(cell: CellResult, other: CellResult) -> tuple[Comparison | None, bool]:
+    """Returns the ratio of two cells' throughputs, and whether its interval is of this pair alone.
+
+    If one is the other's baseline, the interval is the joint one that tables show.
+    """
+    if cell.relative.baseline == other.cell_id:
+        return cell.gain, False
+    if other.relative.baseline == cell.cell_id and (gain := other.gain):
+        low, high = (1 / end if end else None for end in (gain.high, gain.low))
+        return Comparison(1 / gain.ratio, low, high, gain.rounds), False
+    return compare(cell, other, CONFIDENCE), True
+
+
+def _slower_or_faster(cell: CellResult, other: CellResult) -> str:
+    comparison, alone = _against(cell, other)
+    return change(comparison, other.cell.label, alone) if comparison else "About as fast"
 
 
 def named(cells: Sequence[CellResult]) -> str:
@@ -348,44 +427,40 @@ def named(cells: Sequence[CellResult]) -> str:
 def _use(
     cell: CellResult,
     advisable: Sequence[CellResult],
-    better: Sequence[CellResult],
+    ties: Sequence[CellResult],
     baseline: CellResult | None,
-    gain: Comparison | None,
 ) -> str:
-    exact = all(other.parity.verdict == "exact" for other in advisable)
-    what = "train exactly the same as one process"
-    if not exact:
-        what = f"match single-process training within {cell.cell.precision} rounding"
-    among = f"{len(advisable)} that {what}"
+    alike = "train exactly like one process"
+    if not all(other.parity.verdict == "exact" for other in advisable):
+        alike = f"match one process within {cell.cell.precision} rounding"
     if len(advisable) == 1:
-        return f"the only one here known to {what}"
-    if cell is baseline:
-        return f"the usual choice; none of {among} is known to be faster"
-    if baseline is None or gain is None:
-        return f"the simplest of those that may be the fastest, of {among}"
-    return (
-        f"{change(gain)} than {baseline.cell.label}, the usual choice; of {among},"
-        f" {len(better)} {'is' if len(better) == 1 else 'are'} known to beat it"
-    )
-
-
-def _as_good(cell: CellResult, ties: Sequence[CellResult]) -> str:
+        return f"The only cell here known to {alike}."
     others = [tie for tie in ties if tie is not cell]
-    equal = [tie for tie in others if _equal(tie, cell)]
-    rest = [tie for tie in others if tie not in equal]
-    parts = []
-    if equal:
-        parts.append(f"equal to it within {EQUAL * 100:.0f}%: {named(equal)}")
-    if rest:
-        parts.append(f"may be as fast: {named(rest)}")
-    return "; ".join(parts)
+    sentences = []
+    if baseline is None or cell.gain is None:
+        sentences.append("The simplest of those that may be the fastest.")
+    elif cell is not baseline:
+        sentences.append(f"{change(cell.gain, baseline.cell.label)}.")
+    elif others:
+        sentences.append("Nothing is known to be faster.")
+    if not others:
+        return " ".join([*sentences, f"Fastest of {len(advisable)} cells that {alike}."])
+    count, equal = plural(len(others), "other"), _equal(ties)
+    how = f"{'is' if len(others) == 1 else 'are'} as fast within {EQUAL:.0%}"
+    sentences.append(f"{count} {how if equal else 'may be as fast'}: {named(others)}.")
+    if cell is baseline and not equal and (resolution := precision(others)):
+        sentences.append(
+            f"Differences below {resolution.median:.1%} cannot be resolved by this run."
+        )
+    return " ".join(sentences)
 
 
-def _equal(cell: CellResult, other: CellResult) -> bool:
-    ratio = compare(cell, other, CONFIDENCE)
-    if ratio is None or ratio.low is None or ratio.high is None:
+def _equal(cells: Sequence[CellResult]) -> bool:
+    """Whether none of the cells can be slower than the best of them by more than `EQUAL`."""
+    speeds = _speeds(cells)
+    if len(speeds) < len(cells) or any(speed.degrees <= 0 for speed in speeds.values()):
         return False
-    return ratio.low >= 1 - EQUAL and ratio.high <= 1 + EQUAL
+    return all(bound.low >= 1 - EQUAL for bound in against_best([*speeds.values()]))
 
 
 def _ratio(cell: CellResult, other: CellResult) -> float:
@@ -393,19 +468,18 @@ def _ratio(cell: CellResult, other: CellResult) -> float:
 
 
 def _faster(cell: CellResult, other: CellResult) -> bool:
-    ratio = compare(cell, other)
-    return ratio is not None and ratio.verdict == "faster" and ratio.ratio > 1 + EQUAL
+    ratios = compare(cell, other), _against(cell, other)[0]
+    return all(r and r.verdict == "faster" and r.ratio > 1 + EQUAL for r in ratios)
 
 
 def _price(cell: CellResult, fastest: CellResult) -> str:
-    ratio = compare(cell, fastest, CONFIDENCE)
-    text = f"{change(ratio)} than {fastest.cell.label}" if ratio else "faster"
+    text = _slower_or_faster(cell, fastest)
     reason = cell.parity.reason or "a different training"
     if cell.parity.fp32_twin not in ("", "exact"):
         reason = f"its fp32 run is not exact either ({cell.parity.fp32_twin})"
     deviation = cell.parity.max_loss_deviation
     off = "" if deviation is None else f"; its loss was off by at most {deviation:.1e}"
-    return f"{text}, at the price of a different training: {reason}{off}"
+    return f"{text}, at the price of a different training: {reason}{off}."
 
 
 def _smallest(cells: Sequence[CellResult]) -> list[CellResult]:
@@ -416,14 +490,15 @@ def _smallest(cells: Sequence[CellResult]) -> list[CellResult]:
 
 def _memory(cell: CellResult, fastest: CellResult) -> str:
     peak = cell.memory.peak_memory_bytes or 0
-    text = f"{peak / MIB:,.0f} MiB on its fullest device"
+    size = f"{peak / MIB:,.0f} MiB" if peak < GIB else f"{peak / GIB:,.2f} GiB"
+    text = f"{size} on its fullest device"
     if cell is fastest or not fastest.memory.peak_memory_bytes:
-        return text
+        return f"{text}."
     less = 1 - peak / fastest.memory.peak_memory_bytes
-    other = "" if cell.parity.same_training else ", and it does not train exactly the same"
+    other = "" if cell.parity.same_training else ", and it does not train exactly like one process"
     return (
         f"{text}, {less * 100:.0f}% less than {fastest.cell.label}, at"
-        f" {_ratio(cell, fastest) * 100:.0f}% of its throughput{other}"
+        f" {_ratio(cell, fastest) * 100:.0f}% of its throughput{other}."
     )
 
 
@@ -436,7 +511,5 @@ def complexity(cell: CellResult) -> tuple[int, int, str]:
 def _simple(cell: CellResult, fastest: CellResult) -> str:
     _, options, _ = complexity(cell)
     libraries = "".join(f" and {package}" for package in cell.placement.packages)
-    ratio = compare(cell, fastest, CONFIDENCE)
-    speed = f"{change(ratio)} than {fastest.cell.label}" if ratio else "about as fast"
     given = f"{options or 'no'} option{'' if options == 1 else 's'}"
-    return f"needs torch{libraries}, with {given}; {speed}"
+    return f"Needs torch{libraries}, with {given}. {_slower_or_faster(cell, fastest)}."

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from harness.analysis.stats import Estimate, LogEstimate
+from harness.analysis.stats import Comparison, Estimate, LogEstimate
 from harness.cell.cell import Cell
 from harness.host.gpu_state import GpuRecord
 from harness.record.trial import WORST_FIRST, cell_columns
@@ -84,16 +84,28 @@ class Speed:
     by_round: Mapping[int, float] = field(default_factory=dict)
     """Adjusted samples per second by trial number."""
     trend: float | None = None
-    """Relative change of step time over the timed steps, of the trial where it is largest."""
+    """Relative change of the step time during the timed steps, if it is significant: median over
+    trials of the absolute value."""
+
+    @property
+    def drifts(self) -> bool:
+        """Whether steps changed by more than the interval allows: the warm-up was too short."""
+        value, high = self.samples_per_second, self.samples_per_second_high
+        return bool(self.trend and value and self.trend > (high or value) / value - 1)
 
 
 @dataclass(frozen=True)
 class Relative:
-    """Ratios of throughput; `_low` and `_high` are 95% intervals, or None."""
+    """Comparison with other cells of the run; `_low` and `_high` are 95% intervals, or None."""
 
+    place: int | None = None
+    """Rank in the setting by throughput; None if it is not ranked, or not fairly timed."""
+    may_be_fastest: bool = False
+    """Whether it is in the verdict's set of cells that may be the fastest of their setting."""
     baseline: str = ""
     """Cell id of the baseline; empty if there is none."""
     over_baseline: float | None = None
+    """Throughput over the baseline's. Its interval holds jointly for the setting's cells."""
     over_baseline_low: float | None = None
     over_baseline_high: float | None = None
     efficiency_own: float | None = None
@@ -265,6 +277,15 @@ class CellResult:
         """Returns the estimate of samples_per_second or tokens_per_second; None if unknown."""
         value, low, high = (getattr(self.speed, column + end) for end in ("", "_low", "_high"))
         return None if value is None else Estimate(value, low, high, self.trials)
+
+    @property
+    def gain(self) -> Comparison | None:
+        """Throughput over the baseline's, in tables as in the verdict."""
+        over = self.relative
+        if over.over_baseline is None:
+            return None
+        ends = over.over_baseline_low, over.over_baseline_high
+        return Comparison(over.over_baseline, *ends, self.trials)
 
     @property
     def outcome(self) -> str:

@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from harness.analysis.cell_result import CellResult, Speed
-from harness.analysis.setting import SCALED, Setting, batch, by_setting, grouped, series, setting
+from harness.analysis.cell_result import CellResult, Result, Speed
+from harness.analysis.setting import SCALED, batch, by_setting, grouped, series, setting
 from harness.analysis.stats import (
     CONFIDENCE,
     PAIR_CONFIDENCE,
@@ -191,26 +190,31 @@ def may_be_fastest(cells: Sequence[CellResult]) -> list[CellResult]:
     return [cell for cell, bound in bounded if bound.may_be_best] or [cells[0]]
 
 
-def tied_with_previous(ranking: Sequence[CellResult]) -> list[bool]:
-    """Returns for each cell whether, if trials were repeated, both it and the cell above it could
-    be the fastest. `ranking`: fastest first."""
-    ties = {
-        id(cell)
-        for group in by_setting(ranking)
-        for cell in may_be_fastest(group)
-        if cell.trials > 1
-    }
-    pairs = itertools.pairwise(ranking)
-    alike = [
-        id(cell) in ties and id(above) in ties and Setting.of(cell.cell) == Setting.of(above.cell)
-        for above, cell in pairs
-    ]
-    return [False, *alike][: len(ranking)]
+def fastest_first(cells: Iterable[Result]) -> list[Result]:
+    """Sorts cells by throughput: ranked ones first, then those that are not fairly timed."""
+
+    def order(cell: CellResult) -> tuple[bool, bool, bool, float]:
+        placement = cell.placement
+        emulated = placement.stand_in is not None
+        speed = cell.speed.samples_per_second or 0.0
+        return not cell.ranked, emulated, placement.oversubscribed, -speed
+
+    return sorted(cells, key=order)
+
+
+def of_real_things(cells: Sequence[Result]) -> Sequence[Result]:
+    return [cell for cell in cells if cell.placement.stand_in is None] or cells
+
+
+def fairly_timed(cells: Sequence[Result]) -> Sequence[Result]:
+    """Returns cells without stand-ins and with a core per rank; ignores what no cell meets."""
+    genuine = of_real_things(cells)
+    return [cell for cell in genuine if not cell.placement.oversubscribed] or genuine
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Relative half widths of the 95% intervals of throughput over the baseline's throughput."""
+    """Relative half widths of the joint 95% intervals of throughput over the baseline's."""
 
     cells: int
     median: float
@@ -218,10 +222,10 @@ class Precision:
 
     @property
     def sentence(self) -> str:
-        median, nine_in_ten = (f"±{x * 100:.1f}%" for x in (self.median, self.nine_in_ten))
         return (
-            f"throughput relative to the baseline is known to {median} (95% interval, median of"
-            f" {plural(self.cells, 'cell')}; nine in ten: {nine_in_ten})"
+            f"throughput relative to the baseline is known to within {self.median:.1%} (half of the"
+            f" joint 95% interval, median of {plural(self.cells, 'cell')}; nine in ten:"
+            f" {self.nine_in_ten:.1%})"
         )
 
 
@@ -250,9 +254,11 @@ Choice: TypeAlias = Callable[[Cell], bool]
 
 
 def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> CellResult | None:
-    """Returns a setting's baseline: the plainest ranked cell that `chosen` accepts; None if it
-    accepts no cell. By default this is DDP under torchrun without options, or else the single
-    process. Prefers more trials."""
+    """Returns a setting's baseline, if any: the plainest ranked cell that `chosen` accepts.
+
+    By default, this is DDP under torchrun without options, else the single process; on one device
+    the single process comes first, as people use no DDP there. Prefers more trials.
+    """
     ranked = [cell for cell in cells if cell.ranked]
     if chosen is not None:
         accepted = [result for result in ranked if chosen(result.cell)]
@@ -260,7 +266,9 @@ def baseline_of(cells: Sequence[CellResult], chosen: Choice | None = None) -> Ce
     plain = [result for result in ranked if result.cell.plain]
     ddp = [result for result in plain if result.placement.wraps_ddp == "torchrun"]
     single = [r for r in plain if r.cell.strategy == BASELINE and not r.cell.options]
-    return max(ddp or single, key=lambda result: result.trials, default=None)
+    alone = any(result.cell.devices == 1 for result in single)
+    usual = single if alone else ddp or single
+    return max(usual, key=lambda result: result.trials, default=None)
 
 
 def additions(cell: Cell) -> int:
@@ -270,32 +278,22 @@ def additions(cell: Cell) -> int:
 
 
 def with_baselines(cells: Sequence[CellResult], chosen: Choice | None = None) -> list[CellResult]:
+    """Adds the id of each ranked cell's baseline."""
     baselines = {
-        (cell.cell_id, cell.run_id): baseline
+        (cell.cell_id, cell.run_id): baseline.cell_id
         for of_run in grouped(cells, lambda cell: cell.run_id).values()
         for group in by_setting(of_run)
         if (baseline := baseline_of(group, chosen))
         for cell in group
+        if cell.ranked
     }
-    return [_over(cell, baselines.get((cell.cell_id, cell.run_id))) for cell in cells]
 
+    def named(cell: CellResult) -> CellResult:
+        baseline = baselines.get((cell.cell_id, cell.run_id), "")
+        relative = dataclasses.replace(cell.relative, baseline=baseline)
+        return dataclasses.replace(cell, relative=relative)
 
-def _over(cell: CellResult, baseline: CellResult | None) -> CellResult:
-    if baseline is None or not cell.ranked:
-        return cell
-    if cell is baseline:
-        relative = dataclasses.replace(cell.relative, baseline=baseline.cell_id, over_baseline=1.0)
-    elif ratio := compare(cell, baseline, CONFIDENCE):
-        relative = dataclasses.replace(
-            cell.relative,
-            baseline=baseline.cell_id,
-            over_baseline=ratio.ratio,
-            over_baseline_low=ratio.low,
-            over_baseline_high=ratio.high,
-        )
-    else:
-        return cell
-    return dataclasses.replace(cell, relative=relative)
+    return list(map(named, cells))
 
 
 def with_efficiencies(cells: Sequence[CellResult]) -> list[CellResult]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from harness.analysis.answer import with_verdicts
 from harness.analysis.cell_result import (
     CAUSES,
     VERIFIED,
@@ -32,7 +33,12 @@ from harness.analysis.cell_result import (
     worst_of,
 )
 from harness.analysis.estimates import Adjustment, RunEstimates, estimates_of
-from harness.analysis.ranking import Choice, with_baselines, with_efficiencies
+from harness.analysis.ranking import (
+    Choice,
+    fastest_first,
+    with_baselines,
+    with_efficiencies,
+)
 from harness.analysis.setting import grouped, with_same_training
 from harness.analysis.stats import Estimate
 from harness.cell.cell import Cell
@@ -61,10 +67,9 @@ def cell_results(trials: pd.DataFrame, baseline: Choice | None = None) -> list[C
 
 
 def summarised(trials: Iterable[TrialRecord], baseline: Choice | None = None) -> list[CellResult]:
-    """Returns one result per run and cell: ranked first, then fastest first."""
+    """Returns one result per run and cell, in the order of `fastest_first`."""
     results = with_same_training(with_efficiencies(in_recorded_order(trials)))
-    results = with_baselines(results, baseline)
-    return sorted(results, key=lambda r: (not r.ranked, -(r.speed.samples_per_second or 0.0)))
+    return fastest_first(with_verdicts(with_baselines(results, baseline)))
 
 
 def in_recorded_order(trials: Iterable[TrialRecord]) -> list[CellResult]:
@@ -195,6 +200,7 @@ def _speed(finished: Sequence[TrialRecord], estimates: RunEstimates) -> Speed:
     raw_samples = statistics.median(_values(finished, "samples_per_second"))
     of_tokens = _values(finished, "tokens_per_second")
     raw_tokens = statistics.median(of_tokens) if of_tokens else None
+    trends = _values(finished, "trend")
     tokens = None if raw_tokens is None else _scaled(samples, raw_tokens / raw_samples)
     return Speed(
         samples_per_second=samples.value,
@@ -207,7 +213,7 @@ def _speed(finished: Sequence[TrialRecord], estimates: RunEstimates) -> Speed:
         raw_samples_per_second=raw_samples,
         raw_tokens_per_second=raw_tokens,
         by_round={t.trial: estimates.by_trial[t.cell_id, t.trial] for t in finished},
-        trend=max(map(abs, _values(finished, "trend")), default=None),
+        trend=statistics.median(map(abs, trends)) if trends else None,
     )
 
 

@@ -1,1 +1,1 @@
-"""Checks that a strategy trains the same as the reference run."""
+"""Check that a strategy trains the same as the reference run."""

@@ -102,9 +102,10 @@ def _planned_baseline(cells: Sequence[Cell], chosen: Choice | None = None) -> Ce
     if chosen is not None:
         return min(filter(chosen, cells), key=additions, default=None)
     plain = [cell for cell in cells if cell.plain and not cell.options]
-    ddp = (cell for cell in plain if make_strategy(cell).ddp_equivalent_of(cell) == "torchrun")
-    single = (cell for cell in plain if cell.strategy == BASELINE)
-    return next(ddp, None) or next(single, None)
+    ddp = [cell for cell in plain if make_strategy(cell).ddp_equivalent_of(cell) == "torchrun"]
+    single = [cell for cell in plain if cell.strategy == BASELINE]
+    alone = any(cell.devices == 1 for cell in single)
+    return next(iter([*single, *ddp] if alone else [*ddp, *single]), None)
 
 
 FURTHER_SHARE = 0.25

@@ -137,6 +137,6 @@ def test_the_section_is_for_runs_with_checkpoints(tmp_path: Path) -> None:
     text = run_text(ran(with_one), requested=["checkpoints"]).text
     row = next(line for line in text.splitlines() if line.startswith("| ddp"))
     shown = [word.strip() for word in row.split("|")[4:-1]]
-    assert shown == ["250", "125", "500", "1.00", "3", "restored", "not restored"]
+    assert shown == ["250", "125", "500", "1.00 MiB", "3", "restored", "not restored"]
     with pytest.raises(UsageError):
         run_text(ran(without), requested=["checkpoints"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench.select import baseline_choice
-from harness.analysis.answer import answer, nothing_to_choose
+from harness.analysis.answer import answer, nothing_to_choose, with_verdicts
 from harness.analysis.cell_result import CellResult
 from harness.analysis.estimates import NONE, Spread, Window, adjustment, moderated, prior
 from harness.analysis.ranking import (
@@ -345,9 +345,9 @@ def test_equality_needs_narrow_intervals(
     """The cells differ by 0.2%; with wide intervals, being this close may be chance."""
     advised = answer(first_and_second(cells, 0.002, error))
     assert advised is not None
-    as_good = advised.advice[0].as_good
-    assert as_good.endswith(": second")
-    assert ("2%" in as_good) == equal
+    sentence = advised.advice[0].sentence
+    assert ": second." in sentence
+    assert ("as fast within 2%" in sentence) == equal
 
 
 def test_the_usual_choice_stays_until_something_is_known_to_beat_it(
@@ -356,7 +356,7 @@ def test_the_usual_choice_stays_until_something_is_known_to_beat_it(
     for behind, expected in ((0.01, "second"), (0.2, "first")):
         two = first_and_second(cells, behind, 0.01)
         usual = dataclasses.replace(two[0].relative, baseline="second")
-        found = answer([dataclasses.replace(cell, relative=usual) for cell in two])
+        found = answer(with_verdicts([dataclasses.replace(c, relative=usual) for c in two]))
         assert found is not None
         assert found.advice[0].cell.cell_id == expected
         assert bool(found.better) == (expected == "first")

@@ -129,9 +129,9 @@ def test_traffic_against_the_ring(sharded_results: Results) -> None:
     disk = time_sections.OFFLOAD.table(report)
     (line,) = disk.rows
     shown = {span.field: span.text for td in line.cells for span in spans(td.words)[:1]}
-    assert shown["offload_read_bytes_per_step"] == "3.00"
-    assert shown["offload_kept_bytes"] == "7.00"
-    assert shown["state_bytes"] == "6.00"
+    assert shown["offload_read_bytes_per_step"] == "3.00 MiB"
+    assert shown["offload_kept_bytes"] == "7.00 MiB"
+    assert shown["state_bytes"] == "6.00 MiB"
 
 
 def test_wrappers_cost(sharded_results: Results) -> None:
@@ -191,7 +191,7 @@ def test_variants_next_to_their_model(sharded_results: Results) -> None:
         for title, td in zip(titles, table.rows[1].cells, strict=True)
     }
     columns = ("Trained", "Of all", "Optimizer", "Distance to fp32")
-    assert [texts[column] for column in columns] == ["131,072", "12%", "1.00", "3.0e-03"]
+    assert [texts[column] for column in columns] == ["131,072", "12%", "1.00 MiB", "3.0e-03"]
     assert bars is not None
     assert [bar.label for bar in bars.bars] == ["llama-mini+nf4+lora", "llama-mini"]
 
