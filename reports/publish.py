@@ -260,7 +260,7 @@ def _mlflow_run(client: Any, experiment: str, report: RunReport, record: CellRec
         params=[Param(key, _one_line(record[key], _MOST_PARAM)) for key in AXES],
         tags=[RunTag(key, _one_line(value, _MOST_TAG)) for key, value in tags.items()],
     )
-    for begin in range(0, len(metrics), 1000):  # MLflow's limit per batch.
+    for begin in range(0, len(metrics), 1000):  # MLflow takes no more metrics in a batch.
         client.log_batch(run.info.run_id, metrics=metrics[begin : begin + 1000])
     ends = [_milliseconds(t.started_at) + int(1000 * (t.wall_seconds or 0)) for t, _ in trials]
     status = "FINISHED" if record["status"] == "ok" else "FAILED"

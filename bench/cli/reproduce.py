@@ -53,10 +53,9 @@ def reproduce(
     differs = differences(rows.sources[chosen.source], chosen)
     figures = {"published": published_figures(chosen), "predicted": predicted_figures(chosen)}
     cell = None if dry_run else _measured(chosen, trials, results)
-    parity = ""
+    parity = None if cell is None else cell.parity.verdict or f"unknown: {cell.reason}"
     if cell is not None:
         figures["measured"] = measured_figures(chosen, cell)
-        parity = cell.parity.verdict or f"unknown: {cell.reason}"
     if json_output:
         document = {
             "row": chosen.model_dump(),
@@ -66,7 +65,7 @@ def reproduce(
             "figures": {
                 name: values and dataclasses.asdict(values) for name, values in figures.items()
             },
-            "parity": parity or None,
+            "parity": parity,
         }
         print(json.dumps(document))
     else:

@@ -37,7 +37,8 @@ class Nightly(BaseModel):
     matrix: str = "quick"
     """Matrix that runs every night."""
     baseline: str = ""
-    """Run, folder, or NAME of results/reference/NAME to also compare every night with."""
+    """What to compare every night with as well: a run, a folder, or NAME of
+    results/reference/NAME."""
     again: str = ""
     """Time of the next start, for sbatch's --begin (`tomorrow`, `02:00`). If empty, the job is not
     submitted again."""

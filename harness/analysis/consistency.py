@@ -264,7 +264,7 @@ TRIAL_RULES: tuple[Callable[[TrialRecord], Iterator[Finding]], ...] = (
 
 
 def mean_losses(ranks: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Averages each step's losses over ranks that have one."""
+    """Averages each step's losses over the ranks that have a loss."""
     losses: list[float | None] = []
     for step in zip(*ranks, strict=True):
         have = [loss for loss in step if loss is not None]

@@ -21,7 +21,7 @@ from harness.analysis.ranking import against_best
 from harness.analysis.stats import EQUAL, LogEstimate, added_level_error, difference_error
 
 FAR_BEHIND = 4.5
-"""Standard errors behind the fastest at which a cell drops out."""
+"""Number of standard errors behind the fastest cell at which a cell drops out."""
 MOST_TRIES = 50
 RACE_ROUNDS = 3
 """Number of trials that each contender gets before leaders and challengers are drawn."""

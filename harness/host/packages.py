@@ -46,7 +46,7 @@ TRAINING = {
 
 
 def require(requirements: Mapping[str, str] = REQUIREMENTS) -> None:
-    """Exits with code 2 and a sentence if packages are missing or old."""
+    """Exits with code 2 and one sentence if packages are missing or too old."""
     if sentence := missing(requirements):
         print(f"bench: {sentence}", file=sys.stderr)
         sys.exit(2)

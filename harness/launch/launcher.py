@@ -389,7 +389,7 @@ def _rendezvous(spec: TrialSpec, store: Store | None) -> StaticTCPRendezvous:
 
 def run_elastic(spec: TrialSpec, store: Store | None = None) -> dict[int, int]:
     """Runs one node's ranks; returns exit codes by failed rank, in the order they were noticed.
-    `store`: node 0's."""
+    `store`: the rendezvous store of node 0."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 

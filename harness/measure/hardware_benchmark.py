@@ -31,7 +31,7 @@ LATENCY_BYTES, BANDWIDTH_BYTES = 4 * 2**10, 64 * 2**20
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """All-reduces between two ranks, each timed on its slower rank; medians."""
+    """Speed of all-reduces between two ranks, each timed on its slower rank: medians."""
 
     backend: str
     latency_seconds: float

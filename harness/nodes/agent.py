@@ -200,7 +200,7 @@ _SYS = Path("/sys")
 
 
 def link_speed(interface: str | None, sys: Path = _SYS) -> int | None:
-    """Returns the nominal bits per second; None if unknown (loopback, virtual links)."""
+    """Returns an interface's nominal bits per second; None if unknown (loopback, virtual links)."""
     try:
         megabits = int((sys / "class/net" / str(interface) / "speed").read_text())
     except (OSError, ValueError):

@@ -41,8 +41,8 @@ class Nodes:
         socket_file: Path | None = None,
     ) -> None:
         """Listens on one address, and writes it and a new key to the file `where` if it is a path.
-        `interface`: reaches all nodes; default: the host name's or default route's. `socket_file`:
-        Unix socket that bypasses emulated links."""
+        `interface`: network interface that reaches all nodes; by default that of the host name or
+        of the default route. `socket_file`: Unix socket that bypasses emulated links."""
         self.count = count
         self.rendezvous_file = where if isinstance(where, Path) else None
         self.connected: dict[int, Node] = {}

@@ -79,7 +79,7 @@ class Trial:
             self._lose(first, "its agent is gone")
             return False
         except KeyboardInterrupt:
-            # A late answer would be taken for that to a later message.
+            # A late answer would be taken for the answer to a later message.
             self._lose(first, "interrupted")
             raise
         self.sent_at = time.time()

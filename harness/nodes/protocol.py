@@ -354,7 +354,7 @@ def reach_coordinator(where: Path | Rendezvous, seconds: float) -> NodeConnectio
                 except (OSError, EOFError) as error:
                     origin = "" if where is rendezvous else f" of {str(where)!r}"
                     why = f"{address}:{rendezvous.port}{origin}: {error or type(error).__name__}"
-        time.sleep(0.2)  # nothing notifies of a coordinator or its file
+        time.sleep(0.2)  # nothing tells this process of a coordinator or its file
     raise UsageError(f"no coordinator of a run was found within {seconds:g} s: {why}")
 
 

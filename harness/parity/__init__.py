@@ -1,1 +1,1 @@
-"""Check that a strategy trains the same as the reference run."""
+"""Checks that a strategy trains the same as the reference run."""

@@ -195,10 +195,8 @@ def limit_bytes() -> int:
 
 
 def make_room(cells: Iterable[Cell]) -> None:
-    """Evicts the least recently used references beyond the limit, except these cells'.
-
-    Raises UsageError if the disk lacks room for missing references.
-    """
+    """Evicts the least recently used references beyond the limit, except the references of these
+    cells. Raises UsageError if the disk lacks room for missing references."""
     needed = {reference_key(cell): cell for cell in cells}
     missing = sum(kept_bytes(cell) for cell in needed.values() if not reference_of(cell).exists)
     home = _home()

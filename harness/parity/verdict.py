@@ -191,7 +191,8 @@ def parity_verdict(
 def _nearest_to_limits(
     found: Deviations, limit: Callable[[str], float], precision: str
 ) -> list[_Excess]:
-    """Returns each kind's tensor nearest to its limit. `limit`: a tensor's update limit."""
+    """Returns the tensor nearest to its limit, by kind. `limit`: function from a tensor to its
+    update limit."""
     nearest = []
     for kind in KINDS:
         values: Mapping[str, float] = getattr(found, kind.attribute)

@@ -55,7 +55,7 @@ def _of_table(file: Path, gpu: GpuModel) -> Iterator[Training]:
     for row in rows:
         if missing := [name for name in COLUMNS if not row.get(name)]:
             raise UsageError(f"{str(file)!r} lacks {missing[0]!r} in a row; give it for each run")
-        # A table without a column for the GPU lies in a folder that is called like it.
+        # If a table has no column for the GPU, its folder is named after the GPU.
         if gpu_named(row.get("gpu") or file.resolve().parent.name) != gpu:
             continue
         try:

@@ -44,7 +44,7 @@ _MAGIC = b"PAR1"
 
 class DamagedFile(Exception):
     """A file is damaged or belongs to another table; the message says what is wrong. `column`: the
-    column at fault; None if it is not one column's."""
+    column at fault; None if the whole file is."""
 
     def __init__(self, what: str, column: str = "") -> None:
         super().__init__(what)

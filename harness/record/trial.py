@@ -393,8 +393,8 @@ WORST_FIRST = (
 )
 """Statuses, worst first. A cell has the worst status of its trials."""
 NOT_LAUNCHED = ("unavailable", "refused", "skipped")
-"""Statuses of trials that were not launched: unavailable here, impossible anywhere, or skipped
-because a smaller cell ran out of memory."""
+"""Statuses of trials that were not launched: unavailable on this host, refused everywhere, or
+skipped because a smaller cell ran out of memory."""
 NO_RESULT = tuple(status for status in WORST_FIRST if status not in (*NOT_LAUNCHED, "ok"))
 """Statuses of launched trials that cannot be ranked."""
 NOT_AGAIN = ("out_of_memory", "timeout", "skipped")

@@ -33,13 +33,13 @@ class Inputs:
 CPU = Inputs(2.0, 6.0, 0.012, 60e9)
 """Source: medians of 1,242 trials of two runs of `full` on two cores of an Intel Xeon with AMX."""
 GPU = Inputs(3.0, 8.0, 0.02, 10e12)
-"""Source: medians of 31 trials on an H200; the rate is that of a card of 2020."""
+"""Source: medians of 31 trials on an H200. The rate is that of a graphics card of 2020."""
 SHARE_OF_PEAK, FP32_SHARE = 0.35, 0.7
 """Estimated fractions of a GPU's peak that training reaches."""
 UNSHAPED_BITS_PER_SECOND = 8e9
 """Estimated rate between two emulated nodes without a limit."""
 CONTROL_SHARE = 0.12
-"""Time of controls relative to that of steps, in `full`."""
+"""Time that controls take relative to the time of steps, in `full`."""
 LIMIT_FACTOR = 8.0
 """Time limit over predicted time: it must end hangs, not slow machines."""
 LEAST_LIMIT_SECONDS = 120.0
@@ -54,7 +54,7 @@ def has_control(cell: Cell) -> bool:
 def trial_seconds(
     cell: Cell, cores: int | None, gpu: str | None = None, timed_seconds: float = 0.0
 ) -> float:
-    """Returns one trial's predicted seconds. `cores`: those of a node; if None, there are enough.
+    """Returns one trial's predicted seconds. `cores`: number per node; if None, there are enough.
     `gpu`: NVML's name. `timed_seconds`: see Plan."""
     inputs, strategy = GPU if cell.device == "cuda" else CPU, make_strategy(cell)
     try:
@@ -75,7 +75,7 @@ def trial_seconds(
     peak = peak_flops_per_second(gpu, precision) if cell.device == "cuda" else None
     share = FP32_SHARE if precision == "fp32" else SHARE_OF_PEAK
     rate = share * peak if peak else inputs.flops_per_second
-    # Forward, backward and full recomputation: 2 FLOPs per parameter and token, 4, and 2 again.
+    # FLOPs per parameter and token: 2 in forward, 4 in backward, 2 in full recomputation.
     per_token = (8 if cell.recompute == "full" else 6) * _parameters(cell)
     computed = per_token * cell.global_batch * cell.sequence_length / (busy * rate)
     overhead = inputs.micro_batch_seconds * cell.micro_batches

@@ -203,7 +203,7 @@ class Runner:
         return self._heats
 
     def plan_extra_round(self, listener: ProgressListener) -> list[PendingTrial]:
-        """Returns those of the trials that `worth_launching` chooses for which there is time."""
+        """Returns the trials that `worth_launching` chooses and for which there is time."""
         if not self.plan.until_answered or self.share[1] > 1:
             return []  # One share of the cells cannot show which cell is fastest.
         if self._recorded is None:

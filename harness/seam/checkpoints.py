@@ -40,8 +40,9 @@ def checkpoint_step(cell: Cell) -> int:
 
 
 def saving_cell(cell: Cell) -> Cell:
-    """Returns the cell that saves the checkpoint; with `checkpoint_from`, another strategy's.
-    Raises UsageError unless it names a strategy and a number of devices."""
+    """Returns the cell that saves the checkpoint. With `checkpoint_from`, it is a cell of another
+    strategy. Raises UsageError unless `checkpoint_from` names a strategy and a number of
+    devices."""
     if not cell.checkpoint_from:
         return cell
     strategy, _, devices = cell.checkpoint_from.rpartition(" x")
@@ -214,11 +215,9 @@ def _states(job: Job, train_state: TrainState) -> StateDict:
 
 
 def _options(job: Job) -> StateDictOptions:
-    """Returns options with flat optimizer names, except for full checkpoints.
-
-    Ranks with different parameters need flat names, which torch 2.13 cannot load from a full
-    checkpoint. On a CPU, `cpu_offload` gives views of memory that FSDP1 frees.
-    """
+    """Returns torch's options for state dicts, with flat optimizer names except for full
+    checkpoints. Ranks with different parameters need flat names, which torch 2.13 cannot load from
+    a full checkpoint. On a CPU, `cpu_offload` gives views of memory that FSDP1 frees."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     full = job.cell.checkpoint == "full"

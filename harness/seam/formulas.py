@@ -174,7 +174,7 @@ def pipeline_states(
 
 
 def whole_model_states(cell: Cell, facts: ModelFacts) -> States:
-    """Returns DDP's states: the whole model's, plus gradient buckets."""
+    """Returns DDP's states: those of the whole model, plus gradient buckets."""
     states = model_states(cell, facts)
     return dataclasses.replace(states, library=states.library + facts.trained_bytes)
 

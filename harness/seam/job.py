@@ -137,7 +137,7 @@ class Job:
 
     @property
     def devices(self) -> list[torch.device]:
-        """Devices of this process: one, or all of the cell's."""
+        """Devices of this process: one device, or all devices of the cell."""
         return self.layout.driven(self.device)
 
     def model(self, recompute: Recompute = recompute_blocks) -> nn.Module:
@@ -192,7 +192,7 @@ class Job:
         parameters: Iterable[Tensor],
         matrices: Mapping[Tensor, bool] | None = None,
     ) -> Optimizer:
-        """Builds the cell's optimizer (for `matrices`, see `parameter_groups`)."""
+        """Builds the cell's optimizer. See `parameter_groups` for `matrices`."""
         factory, kwargs = self.optimizer_class()
         groups = parameter_groups(self.cell, parameters, matrices)
         return with_dtensors_apart(factory(groups, **kwargs))

@@ -28,8 +28,8 @@ SWAPPED_BYTES = 2**20
 SWAP_ELEMENTS = 2**20
 """Optimizer elements swapped at a time; DeepSpeed's 1e9 would buffer everything."""
 SUB_GROUPS, MOST_UPDATED = 8, 10**9
-"""Number of sub-groups in which stage 3 updates a large model, and DeepSpeed's default of their
-elements."""
+"""Number of sub-groups in which stage 3 updates a large model, and DeepSpeed's default number of
+elements in a sub-group."""
 MOST_LIVE, MOST_PREFETCHED = 10**9, 5 * 10**7
 """DeepSpeed's default limits, in elements, of what stage 3 gathers and prefetches."""
 SWAP_BUFFERS = 5
@@ -66,7 +66,7 @@ class Swapping:
 
     @property
     def groups(self) -> list[list[int]]:
-        """Parts in consecutive sub-groups, each updated as one."""
+        """Parts in consecutive sub-groups, each of which is updated as a whole."""
         groups: list[list[int]] = [[]]
         for part in self.parts:
             if sum(groups[-1]) >= self.group_elements:

@@ -207,7 +207,7 @@ def make_trainer(stepped: Stepped, engine: AccelerateEngine) -> SteppedTrainer:
 
 
 def checkpoint_in(folder: Path) -> Path:
-    """Returns the folder that Trainer made in this one."""
+    """Returns the subfolder that Trainer made in this folder."""
     (found,) = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
     return found
 

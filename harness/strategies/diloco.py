@@ -97,10 +97,8 @@ class DiLoCo(Strategy):
         return standard_step(job, model, inner)
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        """Returns inner states, the period's starting point (in host memory) and outer momentum.
-
-        The outer step adds outer gradients and a copy of the parameters.
-        """
+        """Returns states between steps: inner states, the period's starting point (in host memory)
+        and outer momentum. The outer step adds outer gradients and a copy of the parameters."""
         inner = model_states(cell, facts)
         momentum = facts.parameter_bytes if self.outer_momentum else 0
         start = facts.parameter_bytes if cell.device == "cpu" else 0

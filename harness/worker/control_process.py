@@ -191,7 +191,7 @@ class _Others:
         self.rank = rank
         self.came: list[int] = [0] * spec.processes
         self.numbers: dict[tuple[int, int], float] = {}
-        """Numbers by pause (from 1) and rank."""
+        """Numbers that ranks sent, by pause (from 1) and rank."""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(self.addresses[rank])
         self.sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -226,9 +226,10 @@ class _Others:
     def _receive(
         self, or_writable: Sequence[socket.socket] = (), seconds: float | None = None
     ) -> None:
-        """Waits for a message, which it takes, a writable socket or the time to pass."""
+        """Waits until a message arrives, which it takes, until the socket becomes writable, or
+        until the time has passed."""
         ready, _, _ = select.select([self.socket, self.line], or_writable, [], seconds)
-        if self.line in ready:  # it asks for nothing while it waits
+        if self.line in ready:  # a rank sends nothing while it waits
             raise EOFError("the rank has ended")
         if self.socket in ready:
             rank, pauses, number = _MESSAGE.unpack(self.socket.recv(_MESSAGE.size))

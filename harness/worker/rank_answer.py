@@ -130,7 +130,7 @@ class RankAnswer:
     rank: int
     pid: int | None = None
     entered_at: float | None = None
-    """Time after its import of torch, in seconds after the epoch."""
+    """Time at which it had imported torch, in seconds after the epoch."""
     trained: TrainedAnswer | None = None
     profiled: ProfiledAnswer | None = None
     saved: SavedAnswer | None = None

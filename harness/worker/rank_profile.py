@@ -42,7 +42,7 @@ _MARKS: dict[str, Kind] = {
 }
 _NOT_COMPUTING = ("autograd::", "torch::autograd::", "profiler::")
 _FUNCTION = 0
-"""Scope of operators; annotations have another one."""
+"""Profiler's scope of operators; annotations have another scope."""
 _HOOKS = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 _NODE = "autograd::engine::evaluate_function"
 _TRANSFERS = ("gloo:send", "gloo:recv")

@@ -12,8 +12,8 @@ from harness.cell.yaml_text import adapter, parsed
 from harness.workloads import DataSource
 
 STEPS_IN_A_TURN = 2
-"""Timed steps per turn, after one settling step. Short turns are close in time to other trials'
-(docs/studies/statistical-power.md)."""
+"""Number of timed steps per turn, after one settling step. Short turns are close in time to those
+of other trials (docs/studies/statistical-power.md)."""
 
 
 def begins_turn(number: int) -> bool:
@@ -86,7 +86,8 @@ class TrialSpec:
 
     @property
     def ranks(self) -> range:
-        """Returns this node's ranks. Nodes have equally many; servers are on the last node."""
+        """Returns this node's ranks. Every node has equally many ranks; servers are on the last
+        node."""
         per_node = self.processes // self.cell.nodes
         return range(
             self.node * per_node,

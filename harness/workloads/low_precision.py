@@ -32,7 +32,8 @@ _NF4_BLOCK = 64
 _NF4_VALUES = 16
 """Number of values that a 4-bit weight can take."""
 _OUTLIERS = 6.0
-"""Features with larger inputs are multiplied in half precision (LLM.int8(), section 3.2)."""
+"""Size of an input above which its feature is multiplied in half precision (LLM.int8(), section
+3.2)."""
 FIRST_CAPABILITY = (9, 0)
 """Minimum CUDA capability for rowwise scales in torch's `_scaled_mm` (Hopper)."""
 

@@ -438,7 +438,7 @@ def _hub_rows(name: str, where: str, labelled: bool) -> Rows:
             loaded = loaded["train"] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
             loaded = datasets.load_dataset(where, split="train")
-    except Exception as error:  # the library's own, urllib's and OS errors
+    except Exception as error:  # the library's own errors, those of urllib, and OS errors
         raise UsageError(f"data {name!r} could not be loaded: {one_line(error)}") from None
     return _columns(name, loaded.column_names, lambda column: list(loaded[column]), labelled)
 

@@ -229,11 +229,8 @@ class Widening:
 
 @dataclass(frozen=True)
 class ClusterSpread:
-    """Half-widths of log 80% intervals.
-
-    `time` to `memory`, and both widenings, come from runs left out of a fit
-    (docs/studies/planner_calibration.py).
-    """
+    """Half-widths of log 80% intervals. The fields from `time` to `memory`, and both widenings,
+    come from runs left out of a fit (docs/studies/planner_calibration.py)."""
 
     time: float
     """Half-width for step time on one node."""

@@ -63,7 +63,7 @@ RISKIER = 0.95
 """Share of the winner's probability of fitting below which the probability of another layout is
 mentioned."""
 _Bounded: TypeAlias = tuple[float, float, float]
-"""Predicted value and the bounds of its 80% interval."""
+"""Predicted value, and the lower and upper bounds of its 80% interval."""
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,9 @@ transformers: bf16 logits and gradient, fp32 log-softmax and gradient. Before 4.
 logits, their shifted copy and the log-softmax. `fused` has no log-softmax, `native` fp32 logits.
 """
 LOGIT_BYTES_WHOLE = {"transformers": 12, "transformers-2024": 16, "fused": 14, "native": 12}
-"""Bytes per logit under FSDP1, whose hooks keep outputs until backward.
-
-Counts fp32 logits, log-softmax (unless fused), its gradient, the shifted copy's, and the bf16
-gradient if fused.
-"""
+"""Bytes per logit under FSDP1, whose hooks keep outputs until backward. Counts fp32 logits,
+log-softmax (unless fused), its gradient, the gradient of the shifted copy, and the bf16 gradient if
+fused."""
 CAP_BYTES = 2
 """Additional bytes per logit for its hyperbolic tangent."""
 STEPWISE = ("gelu_new", "gelu_accurate")

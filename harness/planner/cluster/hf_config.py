@@ -153,7 +153,8 @@ def from_config(path: Path) -> ModelShape:
 
 def from_entries(config: Config, name: str, where: str = "") -> ModelShape:
     """Returns the shape that a config's entries describe, with the exact number of parameters if
-    its type is in FAMILIES; raises UsageError if one is missing `where` they come from."""
+    its type is in FAMILIES. Raises UsageError if an entry is missing; `where`: name of the config
+    in messages."""
     kind = str(config.get("model_type", ""))
     shape = _shape(where or name, config, kind, name)
     family = FAMILIES.get(kind)

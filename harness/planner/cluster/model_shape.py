@@ -86,7 +86,7 @@ class ModelShape:
     softcapped: bool = False
     """Whether a hyperbolic tangent bounds attention scores and logits (Gemma 2)."""
     code: LayerCode | None = None
-    """Code of a layer; None means Llama's or, if ungated, GPT's."""
+    """Code of a layer. None means that of Llama or, if ungated, that of GPT."""
     other: int = 0
     """Parameters beyond matrices and norms of hidden states: biases, norms of heads, positions,
     gates of shared experts."""

@@ -223,7 +223,7 @@ def _unmeasured(
 def unmeasured_kinds(
     question: ClusterQuestion, layouts: PlannedLayouts, calibration: ClusterCalibration
 ) -> dict[str, Bools]:
-    """Returns which layouts differ from all calibrated runs, by kind."""
+    """Returns by kind of difference which layouts differ from all calibrated runs."""
     cluster, shape = question.cluster, question.shape
     seen = cluster.links == calibration.links
     return {

@@ -16,8 +16,8 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 """What backward recomputes: nothing, all but matrix products and attention, whole layers, or also
 every second product (torchtitan's selective recomputation by operator)."""
 Library = Literal["transformers", "transformers-2024", "fused", "native"]
-"""Code of model and loss: transformers since 4.46, before that, with fused cross-entropy and norms,
-or torch's own fused norm (torchtitan, torchtune)."""
+"""Code of model and loss. `transformers`: from 4.46 on. `transformers-2024`: before 4.46. `fused`:
+with fused cross-entropy and norms. `native`: torch's own fused norm (torchtitan, torchtune)."""
 
 
 @dataclass(frozen=True)

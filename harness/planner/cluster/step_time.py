@@ -24,8 +24,8 @@ CONTENTION = 0.189
 2507.03114). Applies to ZeRO 2 and 3; for ZeRO 0 and 1 it is part of the fitted constants."""
 
 UNGATED = 0.4
-"""Memory passes of an ungated activation relative to a gated one. SiLU takes two, and its product
-with the gate three more."""
+"""Memory passes of an ungated activation relative to a gated activation. SiLU takes two passes, and
+its product with the gate three more."""
 AHEAD_POWER = 2.0
 """Exponent p in the processor's lead r^p / (1 + r^p), if a layer takes the device r times as long
 as its launches. Assumed."""

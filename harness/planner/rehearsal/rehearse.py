@@ -162,8 +162,8 @@ class RankMemory:
     peak_phase: str
     """`forward`, `backward` or `update`."""
     peak_block: str
-    """Position in the model (see `RelativeRegion`); `block -1` is the last, in forward with the
-    head."""
+    """Position of the peak in the model (see `RelativeRegion`); `block -1` is the last block, in
+    forward with the head."""
     setup_peak_bytes: int
     kept_bytes: int
     backend_buffer_bytes: int
