@@ -21,15 +21,17 @@ from harness.run.profile import profile_cell
 from harness.seam.registry import make_strategy, validate
 from harness.workloads import make_workload
 
-SIZES = {"workload": "llama-256x4", "sequence_length": 64, "global_batch": 8}
+SIZES = {"sequence_length": 64, "global_batch": 8}
+WORKLOADS = ("llama-256x4", "mixtral-micro", "resnet-micro")
+"""Each cell gets the first of these that its strategy can train."""
 
 
 def cells_of(matrix: str) -> dict[str, Cell]:
-    """Returns one cell for each strategy and set of options, in fp32 if it can run in fp32."""
+    """Returns one cell for each strategy and set of options, in fp32 if it runs in fp32."""
     host = Host("cpu", 2, 24 * 2**30, elsewhere=True)
     searched = matrix == "maxsize"
     read = read_as("bench/maxsize.yaml", SearchMatrix) if searched else read_matrix(matrix)
-    sizes = {"main": SIZES["workload"], "wide": SIZES["workload"]}
+    sizes = dict.fromkeys(("main", "wide"), WORKLOADS[0])
     expanded = expand(read.model_copy(update={"workloads": sizes}) if searched else read, host)
     cells: dict[str, Cell] = {}
     for cell in [*expanded.cells, *(left.cell for left in expanded.left_out)]:
@@ -40,8 +42,12 @@ def cells_of(matrix: str) -> dict[str, Cell]:
         key = f"{cell.strategy} {json.dumps(cell.options, sort_keys=True)}"
         if key not in cells or cells[key].devices < cell.devices:
             small = cell.model_copy(update={**SIZES, **plain})
-            in_fp32 = small.model_copy(update={"precision": "fp32"})
-            cells[key] = in_fp32 if can_run(in_fp32) else small
+            made = [
+                small.model_copy(update={"workload": name, "precision": precision})
+                for name in WORKLOADS
+                for precision in ("fp32", cell.precision)
+            ]
+            cells[key] = next(filter(can_run, made), made[0])
     return {cell.label: cell for cell in cells.values()}
 
 
@@ -56,7 +62,7 @@ def can_run(cell: Cell) -> bool:
 def rehearsed(cell: Cell) -> tuple[dict[int, int], str]:
     """Returns peaks in bytes by rank, as `bench rehearse` prints them, or why they are unknown."""
     options = ",".join(f"{name}={json.dumps(value)}" for name, value in cell.options.items())
-    asked = {"workload": cell.workload, "devices": cell.devices, "batch": cell.global_batch}
+    asked = {"model": cell.workload, "devices": cell.devices, "batch": cell.global_batch}
     asked |= {"seq": cell.sequence_length, "micro-batches": cell.micro_batches}
     asked |= {"precision": cell.precision}
     command = [sys.executable, "-m", "bench", "rehearse", f"{cell.strategy}:{options}".strip(":")]
@@ -74,9 +80,9 @@ def row(launcher: Launcher, cell: Cell) -> str:
     try:
         record = profile_cell(launcher, "run", cell)
         measured = dict(enumerate(record.peak_tracked_bytes))
-        why = why or record.reason
+        why += record.reason or record.memory_reason
     except (Refused, Unavailable, UsageError) as reason:
-        measured, why = {}, why or str(reason)
+        measured, why = {}, f"{why} {reason}"
     start = f"| `{cell.label}` | {cell.devices} |"
     fullest = [f"{max(each.values()) / 2**20:.1f}" if each else "" for each in (peaks, measured)]
     errors = [peaks[rank] / measured[rank] - 1 for rank in peaks.keys() & measured.keys()]
