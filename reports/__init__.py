@@ -60,16 +60,16 @@ def report_text(
     `sections`: by default all. `baseline`: see `reports.write_report`.
     """
     from reports import export_records, runs
-    from reports.run_report import each, ran
+    from reports.run_report import ran, reports_of
     from reports.run_sections import run_page, run_text
     from reports.sections import Written
 
     several, printed = len(results.runs) > 1, chosen == "pdf-ready"
     if chosen == "csv":
-        return Written(export_records.as_csv(each(results, baseline)), [])
+        return Written(export_records.as_csv(reports_of(results, baseline)), [])
     if chosen == "json":
         more = runs.as_json(runs.compare_all(results)) if several else {}
-        return Written(export_records.as_json(each(results, baseline), **more), [])
+        return Written(export_records.as_json(reports_of(results, baseline), **more), [])
     if several:
         compared = runs.compare_all(results)
         if chosen == "md":

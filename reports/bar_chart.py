@@ -78,7 +78,7 @@ class Bars:
         lines = _Lines()
         labels = shortened_apart([bar.label for bar in self.bars], LABEL)
         for index, (bar, label) in enumerate(zip(self.bars, labels, strict=True)):
-            _words(axes, index, bar, label)
+            _annotate(axes, index, bar, label)
             self._add(lines, index + _MIDDLE, bar, low, high)
         lines.draw(axes)
         return figure
@@ -187,7 +187,7 @@ def _pixels(text: str) -> float:
     return sum(4.0 if character in " .,()" else 7.6 for character in text)
 
 
-def _words(axes: Axes, index: int, bar: Bar, label: str) -> None:
+def _annotate(axes: Axes, index: int, bar: Bar, label: str) -> None:
     at = axes.get_yaxis_transform()
     colour = WARN if bar.failed else INK
     axes.text(0, index - 0.22, label, color=INK, transform=at, va="center")

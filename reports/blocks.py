@@ -30,12 +30,12 @@ class Span:
 
 
 Inline: TypeAlias = str | Span
-Words: TypeAlias = Inline | Sequence[Inline]
+Text: TypeAlias = Inline | Sequence[Inline]
 BREAK = Span("", "break")
 """A line break in HTML, `, ` in Markdown."""
 
 
-def spans(content: Words) -> list[Span]:
+def spans(content: Text) -> list[Span]:
     if isinstance(content, Span):
         return [content]
     if isinstance(content, str):
@@ -43,11 +43,11 @@ def spans(content: Words) -> list[Span]:
     return [Span(word) if isinstance(word, str) else word for word in content]
 
 
-def plain_text(content: Words) -> str:
+def plain_text(content: Text) -> str:
     return "".join(", " if span is BREAK else span.text for span in spans(content))
 
 
-def phrase(*parts: Words) -> list[Inline]:
+def phrase(*parts: Text) -> list[Inline]:
     return [span for part in parts for span in spans(part)]
 
 
@@ -68,7 +68,7 @@ def key(kind: str) -> Span:
     return Span("", f"key {kind}")
 
 
-def joined(items: Sequence[Words], between: Words = ", ") -> list[Inline]:
+def joined(items: Sequence[Text], between: Text = ", ") -> list[Inline]:
     return phrase(*(part for item in items for part in (between, item)))[len(spans(between)) :]
 
 
@@ -78,7 +78,7 @@ _MARKUP = re.compile(
 )
 
 
-def prose(name: str, **values: Words | int) -> list[Inline]:
+def prose(name: str, **values: Text | int) -> list[Inline]:
     """Returns a text of prose.md; inserted values are not interpreted."""
     template, result, end = _prose()[name], [], 0
     for match in _MARKUP.finditer(template):
@@ -93,10 +93,10 @@ def prose(name: str, **values: Words | int) -> list[Inline]:
     return result + _filled(template[end:], "", values)
 
 
-def _filled(template: str, style: str, values: Mapping[str, Words | int]) -> list[Inline]:
+def _filled(template: str, style: str, values: Mapping[str, Text | int]) -> list[Inline]:
     result: list[Inline] = []
     for index, part in enumerate(re.split(r"\{(\w+)\}", template)):
-        value: Words | int = values[part] if index % 2 else part
+        value: Text | int = values[part] if index % 2 else part
         if isinstance(value, str | int):
             result += [Span(f"{value}", style)] if value != "" else []
         else:
@@ -104,7 +104,7 @@ def _filled(template: str, style: str, values: Mapping[str, Words | int]) -> lis
     return result
 
 
-def prose_under(name: str) -> list[tuple[str, Words]]:
+def prose_under(name: str) -> list[tuple[str, Text]]:
     """Returns texts of prose.md that begin with `name`."""
     names = [title for title in _prose() if title.startswith(f"{name} ")]
     return [(title.removeprefix(f"{name} "), prose(title)) for title in names]
@@ -138,33 +138,33 @@ class ChartData(Protocol):
 
 @dataclass(frozen=True)
 class Paragraph:
-    words: Words
+    text: Text
     kind: str = ""
     """lead, small, caution, legend or tied."""
 
 
 @dataclass(frozen=True)
 class Heading:
-    words: Words
+    text: Text
     level: int = 3
 
 
 @dataclass(frozen=True)
 class Bullets:
-    items: Sequence[Words]
+    items: Sequence[Text]
     kind: str = ""
 
 
 @dataclass(frozen=True)
 class Facts:
-    rows: Sequence[tuple[str, Words]]
+    rows: Sequence[tuple[str, Text]]
 
 
 @dataclass(frozen=True)
 class Td:
     """`kind`: number, word, prose, flags, good or bad."""
 
-    words: Words
+    text: Text
     kind: str = "number"
     tip: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)
@@ -186,13 +186,13 @@ def heads(*columns: str) -> list[ColumnHead]:
 
 @dataclass(frozen=True)
 class Row:
-    head: Words
+    head: Text
     cells: Sequence[Td]
     attributes: Mapping[str, str] = field(default_factory=dict)
     """`id`, `class` and `data-` attributes."""
-    group: Words = ""
+    group: Text = ""
     """Heading of consecutive rows sorted together."""
-    more: Sequence[tuple[str, Words]] = ()
+    more: Sequence[tuple[str, Text]] = ()
     """Details that a reader unfolds in the row."""
 
 
@@ -223,7 +223,7 @@ class Charts:
     """Charts in a row, not in Markdown. `reading`: how to read them."""
 
     charts: Sequence[Chart]
-    reading: Words = ""
+    reading: Text = ""
 
 
 @dataclass(frozen=True)
@@ -246,9 +246,9 @@ class Box:
 class Part:
     """Blocks with a heading and introduction; left out if empty."""
 
-    title: Words
+    title: Text
     blocks: Sequence[Block]
-    about: Words = ""
+    about: Text = ""
 
 
 @dataclass(frozen=True)

@@ -95,10 +95,10 @@ class CellDetail:
 
     def slowest(self, trial: TrialRecord) -> pd.DataFrame:
         """Returns seconds of the slowest rank and phase by step."""
-        own = self.steps[
+        of_trial = self.steps[
             (self.steps["trial"] == trial.trial) & (self.steps["attempt"] == trial.attempt)
         ]
-        return own.groupby("step").agg({"step_seconds": "max", "phase": "first"})
+        return of_trial.groupby("step").agg({"step_seconds": "max", "phase": "first"})
 
     def ranks(self) -> list[tuple[int, float | None, int | None]]:
         """Returns each rank, its median timed step, and its peak memory."""
@@ -243,32 +243,33 @@ class CellDetail:
         seen: set[tuple[str, str]] = set()
         for section in sorted(SECTIONS, key=lambda section: section.name != "cells"):
             blocks = section.blocks(self.report) if section.runs(self.report) else []
-            facts: list[tuple[str, ui.Words]] = []
-            for name, words in self._row(blocks) if section.name != "verdict" else ():
-                fact = name, plain_text(words)
+            facts: list[tuple[str, ui.Text]] = []
+            for name, text in self._row(blocks) if section.name != "verdict" else ():
+                fact = name, plain_text(text)
                 if fact[1] not in (DASH, "") and fact not in seen and name != "Flags":
                     seen.add(fact)
-                    facts.append((name, words))
+                    facts.append((name, text))
             yield ui.Part(section.title, [ui.Facts(facts)])
 
-    def _row(self, blocks: Sequence[ui.Block]) -> Iterator[tuple[str, ui.Words]]:
+    def _row(self, blocks: Sequence[ui.Block]) -> Iterator[tuple[str, ui.Text]]:
         """Yields columns and texts of the cell's rows in these blocks."""
-        tables = [one for one in walk(ui.visible(blocks, "text")) if isinstance(one, ui.Table)]
-        for table in tables:
+        for table in walk(ui.visible(blocks, "text")):
+            if not isinstance(table, ui.Table):
+                continue
             for row in table.rows:
                 ids = row.attributes.get("data-cell"), row.attributes.get("id", "")[len("cell-") :]
                 if self.cell.cell_id not in ids:
                     continue
                 for head, td in zip(table.columns, row.cells, strict=True):
-                    yield (f"{head.title} ({head.unit})" if head.unit else head.title), td.words
+                    yield (f"{head.title} ({head.unit})" if head.unit else head.title), td.text
                 trials = len(self.trials)
                 yield from row.more[: len(row.more) - trials]
 
-    def _verified(self) -> list[tuple[str, ui.Words]]:
+    def _verified(self) -> list[tuple[str, ui.Text]]:
         parity = self.cell.parity
         if parity.verdict is None:
             return []
-        facts: list[tuple[str, ui.Words]] = [("steps", plural(self.cell.cell.parity_steps, "step"))]
+        facts: list[tuple[str, ui.Text]] = [("steps", plural(self.cell.cell.parity_steps, "step"))]
         if parity.reason:
             facts.append(("reason", data(parity.reason)))
         if parity.moments_skipped_reason:
@@ -276,8 +277,8 @@ class CellDetail:
         if parity.rewinds:
             times = "once" if parity.rewinds == 1 else f"{parity.rewinds} times"
             loss, update = parity.rewind_loss_deviation, parity.rewind_update_deviation
-            words = f"{times} between timed steps: largest deviation in loss {deviation(loss)}, in"
-            facts.append(("state rewound", f"{words} parameters {deviation(update)}"))
+            text = f"{times} between timed steps: largest deviation in loss {deviation(loss)}, in"
+            facts.append(("state rewound", f"{text} parameters {deviation(update)}"))
         elif parity.rewind_skipped_reason:
             facts.append(("state never rewound", data(parity.rewind_skipped_reason)))
         if losses := [x for x in parity.losses if x is not None and math.isfinite(x)]:

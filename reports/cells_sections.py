@@ -32,7 +32,7 @@ from reports.names import DOT, MAY_BE_FASTEST, STATUS, cell_name, disturbance_le
 from reports.run_report import NOT_REACHED, RunReport
 from reports.text import DASH, deviation, exact, number, percent, plain, size
 
-WORDS = {**STATUS, "diverged": "diverged", NOT_REACHED: NOT_REACHED}
+OUTCOMES = {**STATUS, "diverged": "diverged", NOT_REACHED: NOT_REACHED}
 _LEFT_OUT = (*NOT_LAUNCHED, NOT_REACHED)
 _PARITY = ("exact", "within tolerance", "diverged as expected", "diverged", "unknown")
 _FILTERS = {
@@ -78,10 +78,10 @@ def _row(
     attributes = {f"data-{name}": str(cell.column(name)) for name in _FILTERS}
     attributes["id"] = f"cell-{cell.cell_id}"
     attributes["class"] = "" if cell.ranked else "unranked"
-    more: list[tuple[str, ui.Words]] = [
-        (f"{column.title} ({column.unit})" if column.unit else column.title, words)
+    more: list[tuple[str, ui.Text]] = [
+        (f"{column.title} ({column.unit})" if column.unit else column.title, text)
         for column in details
-        if plain_text(words := column.make(cell).words) not in ("", DASH, NEITHER)
+        if plain_text(text := column.make(cell).text) not in ("", DASH, NEITHER)
     ]
     more += [(word, data(meaning)) for word, meaning in flags(cell)]
     more += [(f"Trial {trial.trial}", _trial(trial)) for trial in trials]
@@ -179,7 +179,7 @@ def left_out(system: System) -> dict[tuple[str, str], list[str]]:
     names: dict[tuple[str, str], list[str]] = {}
     for cell in system.cells:
         if cell.status in _LEFT_OUT:
-            names.setdefault((WORDS[cell.status], cell.reason), []).append(cell.cell.name)
+            names.setdefault((OUTCOMES[cell.status], cell.reason), []).append(cell.cell.name)
     return names
 
 
@@ -207,7 +207,7 @@ def system_status(system: System) -> tuple[str, str, list[str]]:
     """Returns the kind of chip (good, part, bad or absent), its text, and what did not run."""
     not_ok = [cell for cell in system.cells if cell.status != "ok" and not cell.expected]
     broken = len(not_ok) - system.count(*_LEFT_OUT, "interrupted")
-    counts = Counter(WORDS[cell.status] for cell in not_ok)
+    counts = Counter(OUTCOMES[cell.status] for cell in not_ok)
     details = [f"{count} {what}" for what, count in counts.items()]
     if system.absent:
         return "absent", "not on this host", details
@@ -231,9 +231,9 @@ def _system_parity(system: System) -> str:
 
 def best_of(system: System, report: RunReport) -> tuple[Group, CellResult] | None:
     """Returns the system's fastest fairly timed cell, of the leading group if it has one there."""
-    own = {cell.cell_id for cell in system.cells}
+    ids = {cell.cell_id for cell in system.cells}
     for group in ([report.leading] if report.leading else []) + list(report.groups):
-        if cells := [cell for cell in group.rows if cell.cell_id in own]:
+        if cells := [cell for cell in group.rows if cell.cell_id in ids]:
             return group, cells[0]
     return None
 
@@ -272,22 +272,22 @@ def _system_row(system: System, report: RunReport) -> ui.Row:
     status: list[ui.Inline] = [ui.Span(text, f"chip {kind}")]
     if kind != "good" and details:
         status += [BREAK, small(", ".join(details))]
-    words: list[ui.Inline] = [DASH]
+    throughput: list[ui.Inline] = [DASH]
     gain = ui.Td(DASH)
     if best := best_of(system, report):
         group, cell = best
         rate = group.rate(cell)
         ends = "" if rate.low is None else f" ({number(rate.low)} to {number(rate.high)})"
-        words = [*cell_name(cell), BREAK, f"{number(rate.value)}{ends} {group.unit}"]
+        throughput = [*cell_name(cell), BREAK, f"{number(rate.value)}{ends} {group.unit}"]
         if group is not report.leading:
-            words += [BREAK, data(group.full_title, "small")]
+            throughput += [BREAK, data(group.full_title, "small")]
         gain = over_baseline(cell)
     return ui.Row(
         data(system.name),
         [
             ui.Td(status, "word"),
             ui.Td(f"{_succeeded(system)} / {len(system.cells)}"),
-            ui.Td(words, "prose"),
+            ui.Td(throughput, "prose"),
             gain,
             ui.Td(_system_parity(system) or DASH, "prose"),
         ],
@@ -321,13 +321,13 @@ def failures_blocks(report: RunReport) -> ui.Blocks:
 
 def _failure_box(alike: Sequence[CellResult], trials: Sequence[TrialRecord]) -> ui.Block:
     cell, *others = alike
-    own = [trial for trial in trials if trial.cell_id == cell.cell_id]
-    bad = [trial for trial in own if trial.status == cell.status]
+    of_cell = [trial for trial in trials if trial.cell_id == cell.cell_id]
+    bad = [trial for trial in of_cell if trial.status == cell.status]
     last = max(bad, key=lambda trial: (trial.trial, trial.attempt))
     what = f"{STATUS[cell.status]}{', as expected' if cell.expected else ''}"
     chip = ui.Span(what, f"strong chip{'' if cell.expected else ' bad'}")
     reason = cell.reason or "no reason was recorded"
-    count = small(f"({len(bad)} of {plural(len(own), 'trial')})")
+    count = small(f"({len(bad)} of {plural(len(of_cell), 'trial')})")
     blocks: ui.Blocks = [
         ui.Heading([chip, " ", data(cell.cell.name)]),
         ui.Paragraph([data(reason), " ", count]),

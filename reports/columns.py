@@ -26,7 +26,7 @@ class ReportColumn(Generic[AnyRow_contra]):
 AnyColumn: TypeAlias = ReportColumn[Any]
 
 
-def words(text: str) -> ui.Td:
+def text_cell(text: str) -> ui.Td:
     return ui.Td(ui.Span(text or DASH, "data"), kind="word")
 
 
@@ -70,7 +70,7 @@ def size_column(title: str, path: str, tip: str = "", unit: str = "") -> AnyColu
 
 
 def word(title: str, path: str) -> AnyColumn:
-    return ReportColumn(title, lambda row: words(read(row, path) or ""))
+    return ReportColumn(title, lambda row: text_cell(read(row, path) or ""))
 
 
 def computed(
@@ -231,7 +231,7 @@ def cell_table(
     cells: Sequence[CellResult],
     columns: Sequence[ReportColumn[CellResult]],
     first: str = "Strategy",
-    head: Callable[[CellResult], ui.Words] = cell_name,
+    head: Callable[[CellResult], ui.Text] = cell_name,
 ) -> ui.Table:
     rows = [
         ui.Row(head(cell), [column.make(cell) for column in columns], {"data-cell": cell.cell_id})
@@ -250,7 +250,7 @@ def table_of(
     nonempty = [
         index
         for index in range(len(columns))
-        if any(plain_text(row.cells[index].words) not in (DASH, "") for row in rows)
+        if any(plain_text(row.cells[index].text) not in (DASH, "") for row in rows)
     ]
     heads = []
     for index in nonempty:

@@ -26,8 +26,8 @@ from reports.columns import (
     size_column,
     step_seconds,
     step_time_column,
+    text_cell,
     throughput_column,
-    words,
 )
 from reports.groups import Group, by_setting
 from reports.memory_sections import RESERVED, state_stacks
@@ -190,8 +190,8 @@ def _launcher_columns(group: Group) -> list[ReportColumn[CellResult]]:
 
     fullest = "fullest rank, between steps"
     return [
-        ReportColumn("Wrapper", lambda cell: words(f"{cell.placement.wraps_ddp}{marks(cell)}")),
-        ReportColumn("May be fastest", lambda cell: words(dot(cell)), "", "of all its setting"),
+        ReportColumn("Wrapper", lambda cell: text_cell(f"{cell.placement.wraps_ddp}{marks(cell)}")),
+        ReportColumn("May be fastest", lambda cell: text_cell(dot(cell)), "", "of all its setting"),
         throughput_column(group.rows),
         step_time_column(),
         computed("Step time", "step_ratio", ratio, unit="x fastest"),
@@ -207,9 +207,10 @@ def _launcher_columns(group: Group) -> list[ReportColumn[CellResult]]:
 
 def launchers_blocks(report: RunReport) -> ui.Blocks:
     found = list(enumerate(launchers(report.cells)[:MOST_CHARTS]))
-    charts = [ui.Chart(launcher_bars(*one, f"wrappers-{i}")) for i, one in found]
+    charts = [ui.Chart(launcher_bars(*setting, f"wrappers-{i}")) for i, setting in found]
     tables = [
-        ui.Part(data(one[0]), [launcher_table(*one, f"wrappers-{i}-table")]) for i, one in found
+        ui.Part(data(setting[0]), [launcher_table(*setting, f"wrappers-{i}-table")])
+        for i, setting in found
     ]
     return [ui.Charts(charts, prose("wrappers")), *tables]
 

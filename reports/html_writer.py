@@ -37,9 +37,9 @@ class PageSection:
 class PageHead:
     title: str
     heading: str
-    facts: Sequence[ui.Words]
-    footer: ui.Words
-    cautions: Sequence[ui.Words] = ()
+    facts: Sequence[ui.Text]
+    footer: ui.Text
+    cautions: Sequence[ui.Text] = ()
     navigation: bool = True
 
 
@@ -72,13 +72,13 @@ def html_page(head: PageHead, sections: Sequence[PageSection], printed: bool = F
         f"<title>{escape(head.title)}</title>\n<style>{style}</style>\n</head>\n<body>",
         f'<a class="skip" href="#{first.name}">Skip to {skip}</a>',
         f"<header>\n<h1>{escape(head.heading)}</h1>",
-        f'<p class="facts">{" ".join(f"<span>{writer.words(fact)}</span>" for fact in head.facts)}',
+        f'<p class="facts">{" ".join(f"<span>{writer.text(fact)}</span>" for fact in head.facts)}',
         "</p>",
         *(writer.block(ui.Paragraph(caution, "caution")) for caution in head.cautions),
         _navigation(sections) if head.navigation else "",
         "</header>\n<main>",
         *(writer.section(section) for section in sections),
-        f"</main>\n<footer><p>{writer.words(head.footer)}</p></footer>",
+        f"</main>\n<footer><p>{writer.text(head.footer)}</p></footer>",
         "" if printed else f"<script>{script}</script>",
         "</body>\n</html>\n",
     ]
@@ -161,12 +161,12 @@ class _HtmlWriter:
 
     def block(self, block: ui.Block) -> str:
         match block:
-            case ui.Paragraph(words, kind):
-                return f"<p{_attributes({'class': kind})}>{self.words(words)}</p>"
-            case ui.Heading(words, level):
-                return f"<h{level}>{self.words(words)}</h{level}>"
+            case ui.Paragraph(text, kind):
+                return f"<p{_attributes({'class': kind})}>{self.text(text)}</p>"
+            case ui.Heading(text, level):
+                return f"<h{level}>{self.text(text)}</h{level}>"
             case ui.Bullets(items, kind):
-                lines = "".join(f"<li>{self.words(item)}</li>" for item in items)
+                lines = "".join(f"<li>{self.text(item)}</li>" for item in items)
                 return f"<ul{_attributes({'class': kind})}>{lines}</ul>"
             case ui.Facts(rows):
                 return f"<dl>{''.join(map(self._fact, rows))}</dl>"
@@ -183,8 +183,8 @@ class _HtmlWriter:
             case _:
                 raise TypeError(f"visible() resolves {type(block).__name__}")
 
-    def words(self, words: ui.Words) -> str:
-        return "".join(map(self._span, spans(words)))
+    def text(self, text: ui.Text) -> str:
+        return "".join(map(self._span, spans(text)))
 
     def _span(self, span: ui.Span) -> str:
         if span is BREAK:
@@ -204,8 +204,8 @@ class _HtmlWriter:
             more += f' data-value="{escape(span.value)}"'
         return f"<span{more}>{text}</span>" if more else text
 
-    def _fact(self, row: tuple[str, ui.Words]) -> str:
-        return f"<dt><bdi>{_breakable(row[0])}</bdi></dt><dd>{self.words(row[1])}</dd>"
+    def _fact(self, row: tuple[str, ui.Text]) -> str:
+        return f"<dt><bdi>{_breakable(row[0])}</bdi></dt><dd>{self.text(row[1])}</dd>"
 
     def _details(self, details: ui.Details) -> str:
         return (
@@ -218,7 +218,7 @@ class _HtmlWriter:
 
     def _panels(self, block: ui.Charts) -> str:
         figures = "\n".join(map(self._figure, block.charts))
-        reading = f"<p>{self.words(block.reading)}</p>\n" if block.reading else ""
+        reading = f"<p>{self.text(block.reading)}</p>\n" if block.reading else ""
         few = " few" if len(block.charts) < FEW else ""
         return f'{reading}<div class="panels{few}">\n{figures}\n</div>'
 
@@ -244,12 +244,12 @@ class _HtmlWriter:
             f"<thead><tr>{heads}</tr></thead>\n{bodies}\n</table>\n</div>"
         )
 
-    def _body(self, group: ui.Words, rows: Iterable[ui.Row], table: ui.Table) -> str:
+    def _body(self, group: ui.Text, rows: Iterable[ui.Row], table: ui.Table) -> str:
         heading = ""
         if group:
             heading = (
                 f'<tr class="group"><th scope="rowgroup" colspan="{len(table.columns) + 1}">'
-                f"<div>{self.words(group)}</div></th></tr>\n"
+                f"<div>{self.text(group)}</div></th></tr>\n"
             )
         lines = "\n".join(map(self._row, rows))
         return f"<tbody>\n{heading}{lines}\n</tbody>"
@@ -262,21 +262,21 @@ class _HtmlWriter:
 
     def _row(self, row: ui.Row) -> str:
         cells = "".join(map(self._td, row.cells))
-        head = self.words(row.head)
+        head = self.text(row.head)
         if row.more:
             facts = "".join(map(self._fact, row.more))
             head += f"<details{self._opened()}><summary>details</summary><dl>{facts}</dl></details>"
         return f'<tr{_attributes(row.attributes)}><th scope="row">{head}</th>{cells}</tr>'
 
     def _td(self, td: ui.Td) -> str:
-        parts = spans(td.words)
+        parts = spans(td.text)
         more = _attributes({"title": td.tip, **td.attributes})
         number = parts[0] if len(parts) == 1 and parts[0].field else None
         if number:
             field = f' data-field="{number.field}" data-value="{escape(number.value)}"'
             kind = "" if td.kind == "number" else f' class="{td.kind}"'
             return f"<td{kind}{field}{more}>{escape(number.text)}</td>"
-        return f'<td class="{td.kind}"{more}>{self.words(parts)}</td>'
+        return f'<td class="{td.kind}"{more}>{self.text(parts)}</td>'
 
 
 def _option(choice: str) -> str:

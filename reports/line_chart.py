@@ -204,7 +204,7 @@ class Losses:
     name: str
     title: str
     reference: tuple[float, ...]
-    kept: tuple[tuple[float, ...], ...]
+    curves: tuple[tuple[float, ...], ...]
     diverged: tuple[tuple[str, tuple[float, ...]], ...]
     summary: str
     notes: tuple[str, ...] = ()
@@ -215,11 +215,11 @@ class Losses:
         steps = range(len(self.reference))
         (band,) = axes.plot(steps, self.reference, color=REST, label="reference")
         band.set(alpha=0.6, linewidth=9, solid_capstyle="round")
-        single = len(self.kept) == 1
+        single = len(self.curves) == 1
         agree = (
-            f"{len(self.kept)} cells that agree with it" if not single else "the cell that agrees"
+            f"{len(self.curves)} cells that agree with it" if not single else "the cell that agrees"
         )
-        for index, curve in enumerate(self.kept):
+        for index, curve in enumerate(self.curves):
             name = None if index else agree
             axes.plot(range(len(curve)), curve, color=BEST, linewidth=1, label=name)
         for index, (label, curve) in enumerate(self.diverged):
@@ -233,7 +233,7 @@ class Losses:
                 linewidth=1.3,
                 label=f"diverged: {shortened(label, 44)}" if index < 3 else None,
             )
-        spread = [*self.reference, *(v for curve in self.kept for v in curve)]
+        spread = [*self.reference, *(v for curve in self.curves for v in curve)]
         low, high = min(spread), max(spread)
         margin = (high - low or 1.0) * 0.35
         axes.set_ylim(low - margin, high + margin)

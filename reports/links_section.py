@@ -17,7 +17,7 @@ from harness.record.profile_record import ProfileRecord
 from harness.record.trial import TrialRecord
 from reports import blocks as ui
 from reports.blocks import data, prose
-from reports.columns import ReportColumn, computed, interval, table_of, words
+from reports.columns import ReportColumn, computed, interval, table_of, text_cell
 from reports.groups import Group
 from reports.line_chart import Bandwidths, Line
 from reports.names import NOTES, OVERSUBSCRIBED, cell_name, named
@@ -46,7 +46,7 @@ class MeasuredLink:
             return False
 
     @property
-    def words(self) -> str:
+    def name(self) -> str:
         """Requested link: `1gbit`, `unshaped`."""
         return "unshaped" if self.request == UNSHAPED else self.request
 
@@ -116,7 +116,7 @@ def crossovers(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> l
     """
     with_bandwidth = [link for link in links if not link.delayed and link.bits_per_second]
     found = [*_by_bandwidth(series, with_bandwidth), *_by_delay(series, links)]
-    return [words for _, words in sorted(found, key=lambda crossover: -crossover[0])]
+    return [sentence for _, sentence in sorted(found, key=lambda crossover: -crossover[0])]
 
 
 def _by_bandwidth(
@@ -157,8 +157,8 @@ def _by_delay(series: Sequence[LinkSeries], links: Sequence[MeasuredLink]) -> It
             if here * there < 0:
                 fast, slow = (a, b) if here > 0 else (b, a)
                 text = (
-                    f"Latency reverses an order: over {near.words} {fast.label} is faster than"
-                    f" {slow.label}, over {far.words} slower."
+                    f"Latency reverses an order: over {near.name} {fast.label} is faster than"
+                    f" {slow.label}, over {far.name} slower."
                 )
                 leads = [abs(_lead(a, b, link.request)) for link in (near, far)]
                 yield min(leads), text
@@ -200,7 +200,7 @@ def order_by_bytes(series: Sequence[LinkSeries], slowest: MeasuredLink) -> str:
                 against.append((more / max(less, 1.0), text))
     if not judged:
         return ""
-    where = f"On the slowest link, {slowest.words} ({slowest.rate} measured),"
+    where = f"On the slowest link, {slowest.name} ({slowest.rate} measured),"
     pairs = f"{plural(judged, 'pair')} with a significant difference"
     if not against:
         return (
@@ -325,7 +325,7 @@ def _chart(
     notes = [EMULATED]
     if any(cell.placement.oversubscribed for cell in group.rows):
         notes.append(NOTES[OVERSUBSCRIBED].replace("hatched", "some of it"))
-    places = tuple((bandwidth, link.words) for link, bandwidth in drawn)
+    places = tuple((bandwidth, link.name) for link, bandwidth in drawn)
     title, unit = group.full_title, group.unit
     return Bandwidths(name, title, unit, tuple(lines), places, summary, tuple(notes))
 
@@ -336,13 +336,13 @@ def _link_table(
     def over(link: MeasuredLink) -> Callable[[LinkSeries], ui.Td]:
         def make(line: LinkSeries) -> ui.Td:
             cell = line.by_link.get(link.request)
-            return words("") if cell is None else interval(cell, group.throughput)
+            return text_cell("") if cell is None else interval(cell, group.throughput)
 
         return make
 
     columns = [
         ReportColumn(
-            link.words,
+            link.name,
             over(link),
             f"{group.unit}; {link.rate}, {link.latency} measured",
             "requested, and emulated",
@@ -377,8 +377,8 @@ def _chapter_blocks(chapter: Chapter) -> ui.Blocks:
     if not found:
         crossings.append(ui.Paragraph(prose("no crossovers")))
     if (more := len(found) - MOST_NAMED) > 0:
-        words = prose("more crossovers", pairs=plural(more, "more pair"))
-        crossings.append(ui.Paragraph(words, "small"))
+        text = prose("more crossovers", pairs=plural(more, "more pair"))
+        crossings.append(ui.Paragraph(text, "small"))
     crossings.append(ui.Paragraph(prose("crossovers"), "small"))
     crossings += [ui.Paragraph(data(chapter.by_bytes))] if chapter.by_bytes else []
     what = ui.Paragraph(f"Throughput ({chapter.group.unit}) over {EMULATED}.")
@@ -396,7 +396,7 @@ def _requests_table(links: Sequence[MeasuredLink]) -> ui.Table:
     )
     rows = [
         ui.Row(
-            data(link.words),
+            data(link.name),
             [ui.Td(link.rate), ui.Td(link.latency), ui.Td(data(link.emulation or DASH), "prose")],
         )
         for link in links

@@ -26,7 +26,7 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", plain)
 
 
-def _words(content: ui.Words) -> str:
+def _inline(content: ui.Text) -> str:
     parts = []
     for span in spans(content):
         text = ", " if span is BREAK else escaped(span.text)
@@ -44,14 +44,14 @@ def _written(blocks: Iterable[ui.Block]) -> Iterator[str]:
 
 def _block(block: ui.Block) -> Iterable[str]:
     match block:
-        case ui.Paragraph(words):
-            return [_words(words)]
-        case ui.Heading(words, level):
-            return [f"{'#' * level} {_words(words)}"]
+        case ui.Paragraph(text):
+            return [_inline(text)]
+        case ui.Heading(text, level):
+            return [f"{'#' * level} {_inline(text)}"]
         case ui.Bullets(items):
-            return ["\n".join(f"- {_words(item)}" for item in items)]
+            return ["\n".join(f"- {_inline(item)}" for item in items)]
         case ui.Facts(rows):
-            return ["\n".join(f"- {escaped(name)}: {_words(words)}" for name, words in rows)]
+            return ["\n".join(f"- {escaped(name)}: {_inline(text)}" for name, text in rows)]
         case ui.Table():
             return [_table(block)]
         case ui.Details(summary, inner):
@@ -76,6 +76,6 @@ def _table(table: ui.Table) -> str:
         f"|{'|'.join('--:' if head.kind == 'number' else '---' for head in columns)}|",
     ]
     for row in table.rows:
-        cells = [_words(content) for content in (row.head, *(cell.words for cell in row.cells))]
+        cells = [_inline(content) for content in (row.head, *(cell.text for cell in row.cells))]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -19,8 +19,8 @@ from reports.columns import (
     figure,
     size_column,
     table_of,
+    text_cell,
     word,
-    words,
 )
 from reports.groups import by_setting
 from reports.names import cell_name, chart_name, main_workload, named, notes_for
@@ -241,7 +241,7 @@ RANKS: Numbers[RunReport] = Numbers(
         computed("Uneven", "imbalance", imbalance, unit="largest / mean"),
         ReportColumn(
             "Peaks",
-            lambda cell: words(", ".join(map(size, cell.memory.peak_memory_bytes_by_rank))),
+            lambda cell: text_cell(", ".join(map(size, cell.memory.peak_memory_bytes_by_rank))),
             "in the order of ranks",
             "in the trial with the largest",
         ),

@@ -109,7 +109,7 @@ def main_workload(cells: Sequence[CellResult]) -> str:
 
 
 def titles_apart(titles: Sequence[str], cells: Sequence[CellResult]) -> list[str]:
-    """Adds to equal titles what tells their cells apart, else a number."""
+    """Adds to equal titles what differs between their cells, else a number."""
     apart = []
     for index, (title, cell) in enumerate(zip(titles, cells, strict=True)):
         equal = [other.cell for name, other in zip(titles, cells, strict=True) if name == title]

@@ -40,7 +40,7 @@ def losses(cells: Sequence[CellResult]) -> list[Losses]:
     most_first = sorted(by_reference.items(), key=lambda item: -len(item[1]))
     charts = [_losses(f"loss-{index}", *item) for index, item in enumerate(most_first)]
     titles = titles_apart([chart.title for chart in charts], [same[0] for _, same in most_first])
-    return [replace(one, title=title) for one, title in zip(charts, titles, strict=True)]
+    return [replace(chart, title=title) for chart, title in zip(charts, titles, strict=True)]
 
 
 def _losses(name: str, reference: tuple[float, ...], cells: Sequence[CellResult]) -> Losses:
@@ -85,8 +85,8 @@ Judged = tuple[CellResult, "float | None", float]
 
 
 def _bars(kind: str, title: str, judged: list[Judged], main: str) -> Bars:
-    def bar(one: Judged) -> Bar:
-        cell, value, tolerance = one
+    def bar(judgement: Judged) -> Bar:
+        cell, value, tolerance = judgement
         failed = cell.parity.verdict == "diverged"
         text = "not finite" if value is None else deviation(value)
         label = chart_name(cell, main)
@@ -195,7 +195,7 @@ def control_levels_in_words(levels: ControlLevels | None) -> str:
     )
 
 
-def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
+def methods(report: RunReport) -> list[tuple[str, ui.Text]]:
     """Returns how each figure is measured."""
     cells = report.cells
     memory = "; ".join(
@@ -207,7 +207,7 @@ def methods(report: RunReport) -> list[tuple[str, ui.Words]]:
         "cells that may be the fastest of their setting are marked ● (multiple comparisons with"
         f" the best, Hsu 1981, 95% together). Pairs: {ESTIMATES_COMPARED}"
     )
-    rows: list[tuple[str, ui.Words]] = [
+    rows: list[tuple[str, ui.Text]] = [
         ("Throughput", prose("method throughput")),
         ("Interval", ESTIMATE_METHOD),
         ("Control", control_in_words(report.adjustment)),
@@ -228,7 +228,7 @@ def method_blocks(report: RunReport) -> ui.Blocks:
     every = tolerances(report.cells)
     for index, (loss, update, reason, labels) in enumerate(every):
         if index == 0 and len(every) > 1:
-            whom: ui.Words = plural(len(labels), "strategy variant")
+            whom: ui.Text = plural(len(labels), "strategy variant")
         else:
             more = " and others" if len(labels) > MOST_NAMED else ""
             whom = phrase(*joined([data(label) for label in labels[:MOST_NAMED]]), more)

@@ -18,7 +18,7 @@ from harness.cell.errors import UsageError
 from harness.record.trial import TrialRecord
 from reports import run_facts
 from reports.export_records import AXES, PUBLISHED, TRIAL_FIGURES, records
-from reports.run_report import RunReport, each, ran
+from reports.run_report import RunReport, ran, reports_of
 from reports.text import printable
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def publish(target: str, results: Results, folder: Path) -> Published:
             return _prometheus(ran(results), folder)
         targets = {"tensorboard": _tensorboard, "mlflow": _mlflow, "wandb": _wandb}
         with quiet(), targets[target](folder) as write:
-            done = [write(report, record) for report in each(results) for record in records(report)]
+            done = [write(run, record) for run in reports_of(results) for record in records(run)]
     except OSError as error:
         raise UsageError(
             f"{str(folder)!r} cannot be written ({error.strerror}); name another folder"

@@ -127,18 +127,18 @@ def ran(results: Results, baseline: Choice | None = None) -> RunReport:
     return RunReport(run, trials, tuple(cells), groups, results, profiles)
 
 
-def each(results: Results, baseline: Choice | None = None) -> list[RunReport]:
+def reports_of(results: Results, baseline: Choice | None = None) -> list[RunReport]:
     return [ran(only(results, [run_id]), baseline) for run_id in results.runs["run_id"]]
 
 
 def only(results: Results, run_ids: Sequence[str]) -> Results:
     names = ("runs", "trials", "steps", "explained", "conclusions")
     frames = {name: getattr(results, name) for name in names}
-    kept = {
+    of_runs = {
         name: frame[frame["run_id"].isin(run_ids)] if "run_id" in frame else frame
         for name, frame in frames.items()
     }
-    return dataclasses.replace(results, **kept)
+    return dataclasses.replace(results, **of_runs)
 
 
 def unreached(run: RunRecord, cells: Iterable[CellResult]) -> list[Cell]:

@@ -197,7 +197,7 @@ def run_text(report: RunReport, requested: Sequence[str] = ()) -> Written:
     return written_text(report, head, SECTIONS, requested)
 
 
-def _model(report: RunReport) -> list[ui.Words]:
+def _model(report: RunReport) -> list[ui.Text]:
     """Returns the verdict's model with its number of parameters."""
     if report.leading is None:
         return []
@@ -217,6 +217,6 @@ def _counts(report: RunReport) -> str:
     return f"{plural(len(report.cells), 'cell')}, {report.ranked} ranked"
 
 
-def _cautions(report: RunReport) -> list[ui.Words]:
+def _cautions(report: RunReport) -> list[ui.Text]:
     reason = report.run.gpus_unused
     return [[strong("GPUs are not used:"), " ", data(reason), "."]] if reason else []

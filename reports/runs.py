@@ -60,7 +60,7 @@ ComparedRow = tuple[MeasuredCell, list["ComparedCell | None"]]
 @dataclass(frozen=True)
 class Runs:
     runs: tuple[Run, ...] = ()
-    shown: tuple[Run, ...] = ()
+    columns: tuple[Run, ...] = ()
     """Runs with a column, newest first, without the newest run itself."""
     throughput: tuple[Series, ...] = ()
     memory: tuple[Series, ...] = ()
@@ -72,7 +72,7 @@ class Runs:
         """Comparisons with the name of their first side, newest first."""
         if self.alone:
             return [(self.alone.first, self.alone)]
-        return [(run.run_id, run.against) for run in self.shown if run.against]
+        return [(run.run_id, run.against) for run in self.columns if run.against]
 
     @property
     def newest(self) -> Run:
@@ -91,7 +91,7 @@ class Runs:
     @property
     def older(self) -> tuple[Run, ...]:
         """Runs without a column, newest first."""
-        return tuple(reversed(self.runs[: -1 - len(self.shown)]))
+        return tuple(reversed(self.runs[: -1 - len(self.columns)]))
 
     @property
     def enough(self) -> bool:
@@ -105,10 +105,10 @@ class Runs:
     @functools.cached_property
     def rows(self) -> list[ComparedRow]:
         rows: dict[str, ComparedRow] = {}
-        for index, run in enumerate(self.shown):
+        for index, run in enumerate(self.columns):
             for line in run.against.lines if run.against else ():
                 if line.throughput and line.second:
-                    empty: ComparedRow = (line.second, [None] * len(self.shown))
+                    empty: ComparedRow = (line.second, [None] * len(self.columns))
                     rows.setdefault(line.second.cell_id, empty)[1][index] = line
         return sorted(rows.values(), key=lambda row: row[0].cell_name)
 
@@ -189,7 +189,7 @@ def _against(
 
 
 def as_json(runs: Runs) -> dict[str, object]:
-    compared = [run.against.as_json() for run in runs.shown if run.against]
+    compared = [run.against.as_json() for run in runs.columns if run.against]
     return {"comparisons": compared, "history": [series.as_json() for series in runs.series]}
 
 
@@ -246,8 +246,8 @@ def verdict_blocks(runs: Runs) -> ui.Blocks:
     if runs.alone:
         return _headline(runs.alone)
     blocks: ui.Blocks = []
-    if runs.shown and (against := runs.shown[0].against):
-        text = prose("runs latest", run=data(runs.shown[0].run_id), headline=against.headline)
+    if runs.columns and (against := runs.columns[0].against):
+        text = prose("runs latest", run=data(runs.columns[0].run_id), headline=against.headline)
         blocks.append(ui.Paragraph(text, "lead"))
     if runs.changed:
         changes = [
@@ -262,7 +262,7 @@ def verdict_blocks(runs: Runs) -> ui.Blocks:
     columns = ui.heads(
         "The newest against it: prose", "Verified (of cells)", "Matrix and hardware: prose"
     )
-    rows = [_run_row(run, runs.newest) for run in (runs.newest, *runs.shown)]
+    rows = [_run_row(run, runs.newest) for run in (runs.newest, *runs.columns)]
     label = "Runs, newest first"
     table = ui.Table("", label, "Run", columns, rows, "verdicts compact")
     blocks += [ui.Paragraph(prose("runs compared"), "small"), table]
@@ -301,11 +301,11 @@ def _older(run: Run) -> tuple[str, list[ui.Inline]]:
 def _headline(compared: RunComparison) -> ui.Blocks:
     blocks: ui.Blocks = [ui.Paragraph(compared.headline, "lead")]
     if compared.differences:
-        names = joined([data(one) for one in compared.differences])
+        names = joined([data(difference) for difference in compared.differences])
         blocks.append(ui.Paragraph(prose("compare software", names=names), "caution"))
     if cells := disturbed(compared):
-        words = prose("compare disturbed", cells=plural(len(cells), "cell"))
-        blocks.append(ui.Paragraph(words, "caution"))
+        text = prose("compare disturbed", cells=plural(len(cells), "cell"))
+        blocks.append(ui.Paragraph(text, "caution"))
     return blocks
 
 
@@ -315,11 +315,11 @@ def cells_blocks(runs: Runs) -> ui.Blocks:
         table = _table([line for line in compared.lines if line.throughput], compared.confidence)
         return [ui.Part("", [table], "" if runs.alone else _SIDES)]
     columns = ui.heads("Newest (samples/s)")
-    columns += [ui.ColumnHead(run.run_id, "ratio, interval") for run in runs.shown]
+    columns += [ui.ColumnHead(run.run_id, "ratio, interval") for run in runs.columns]
     rows = [
         ui.Row(
             data(cell.cell_name),
-            [ui.Td(_number("samples_per_second", cell.speed)), *map(_ratio, lines, runs.shown)],
+            [ui.Td(_number("samples_per_second", cell.speed)), *map(_ratio, lines, runs.columns)],
             {"data-cell": cell.cell_id},
         )
         for cell, lines in runs.rows
@@ -546,14 +546,14 @@ def page(compared: RunComparison) -> str:
 
 def comment(compared: RunComparison) -> ui.Blocks:
     """Returns a pull request's comment: findings first, the rest folded."""
-    shown = [line for line in compared.lines if line.regression or line.kind not in FOLDED]
+    unfolded = [line for line in compared.lines if line.regression or line.kind not in FOLDED]
     title = ui.Heading([compared.first, " → ", compared.second])
     blocks: ui.Blocks = [title, ui.Paragraph(strong(compared.headline))]
     if compared.differences:
         blocks.append(ui.Paragraph(f"Not the same software: {', '.join(compared.differences)}"))
-    blocks += _line_blocks(compared, shown)
+    blocks += _line_blocks(compared, unfolded)
     for kind in FOLDED:
-        if some := [line for line in compared.lines if line.kind == kind and line not in shown]:
+        if some := [line for line in compared.lines if line.kind == kind and line not in unfolded]:
             blocks.append(ui.Details(f"{kind}: {len(some)}", _line_blocks(compared, some)))
     if cells := disturbed(compared):
         blocks.append(ui.Details(f"disturbed trials of cells: {len(cells)}", [ui.Facts(cells)]))

@@ -51,7 +51,7 @@ class Numbers(Generic[Report]):
         made = [
             ui.Row(
                 cell_name(cell),
-                [*(one.make(cell) for one in first), *(one.make(row) for one in columns)],
+                [*(head.make(cell) for head in first), *(head.make(row) for head in columns)],
                 {"data-cell": cell.cell_id},
             )
             for cell, row in zip(cells, rows, strict=True)
@@ -73,13 +73,13 @@ class Panel(Generic[Report]):
     """Name of a text in prose.md, next to the charts."""
     tables: Sequence[Numbers[Report]] = ()
     title: str = ""
-    note: str | Callable[[Report], ui.Words] = ""
+    note: str | Callable[[Report], ui.Text] = ""
     """Name of a text in prose.md, or the text, above charts and tables."""
     more: Callable[[Report], ui.Blocks] = lambda report: []
 
     def blocks(self, report: Report) -> ui.Part:
         drawn = [chart for chart in self.charts(report) if chart is not None][:MOST_CHARTS]
-        charts = [one if isinstance(one, ui.Chart) else ui.Chart(one) for one in drawn]
+        charts = [made if isinstance(made, ui.Chart) else ui.Chart(made) for made in drawn]
         blocks: ui.Blocks = [ui.Charts(charts, prose(self.reading) if self.reading else "")]
         blocks += [block for table in self.tables for block in table.blocks(report)]
         blocks += self.more(report)

@@ -183,7 +183,7 @@ def page(reported: Sequence[Entry], folder: Path) -> str:
     return html_page(head, sections)
 
 
-def _runs_table(shown: Sequence[Entry]) -> ui.Table:
+def _runs_table(entries: Sequence[Entry]) -> ui.Table:
     columns = [
         ui.ColumnHead("Failures", "of cells"),
         *ui.heads("Against the run before: prose", "Verdict: prose", "Matrix: word"),
@@ -201,7 +201,7 @@ def _runs_table(shown: Sequence[Entry]) -> ui.Table:
             ],
             {"data-run": entry.run.run_id},
         )
-        for entry in shown
+        for entry in entries
     ]
     return ui.Table("all-runs", "Runs, newest first", "Run", columns, rows)
 
@@ -219,18 +219,18 @@ def _head(entry: Entry) -> list[ui.Inline]:
 def _failures(report: RunReport) -> ui.Td:
     """Returns the number of launched cells without a valid result, except expected divergences."""
     count = str(len(report.failed))
-    words: list[ui.Inline] = [
+    text: list[ui.Inline] = [
         ui.Span(count, field="failures", value=count),
         small(f" of {len(report.cells)}"),
     ]
-    return ui.Td(words, f"number{' bad' if report.failed else ''}")
+    return ui.Td(text, f"number{' bad' if report.failed else ''}")
 
 
 def _change(entry: Entry) -> ui.Td:
     if entry.change is None:
         return ui.Td(DASH, "prose")
-    words: list[ui.Inline] = [entry.change.headline, BREAK, data(entry.before, "small")]
-    return ui.Td(words, f"prose{' bad' if entry.change.regressions else ''}")
+    text: list[ui.Inline] = [entry.change.headline, BREAK, data(entry.before, "small")]
+    return ui.Td(text, f"prose{' bad' if entry.change.regressions else ''}")
 
 
 _COLUMNS: tuple[ReportColumn[CellResult], ...] = (
@@ -279,7 +279,7 @@ def _name(cell: CellResult, report: str) -> list[ui.Inline]:
     return [name, BREAK, data(setting, "small")]
 
 
-def _heading(entry: Entry) -> ui.Words:
+def _heading(entry: Entry) -> ui.Text:
     run = entry.run
     return phrase(
         strong(run_facts.hardware(run)),

@@ -16,9 +16,9 @@ from reports.columns import (
     size_column,
     step_time_column,
     table_of,
+    text_cell,
     with_interval,
     word,
-    words,
 )
 from reports.groups import Group, pareto
 from reports.line_chart import Line, Point, Scaling, Scatter
@@ -220,8 +220,8 @@ def _ranked_table(group: Group) -> ui.Table:
         return ui.Td("1 trial: no interval" if rate.low is None else ends)
 
     columns: list[ReportColumn[CellResult]] = [
-        ReportColumn("strategy", lambda cell: words(names[cell.cell_id])),
-        ReportColumn("may be fastest", lambda cell: words(dot(cell))),
+        ReportColumn("strategy", lambda cell: text_cell(names[cell.cell_id])),
+        ReportColumn("may be fastest", lambda cell: text_cell(dot(cell))),
         figure("throughput", group.throughput, unit=group.unit),
         ReportColumn("95% interval", interval),
         step_time_column(),
@@ -399,8 +399,8 @@ def scaling_charts(report: RunReport) -> list[Bars | Scaling | None]:
 
 def scaled_cells(report: RunReport) -> list[CellResult]:
     def order(cell: CellResult) -> tuple[str, int, float]:
-        own = cell.relative.efficiency_own
-        return cell.cell.workload_name, cell.cell.devices, -(-1.0 if own is None else own)
+        share = cell.relative.efficiency_own
+        return cell.cell.workload_name, cell.cell.devices, -(-1.0 if share is None else share)
 
     scaled = [
         cell

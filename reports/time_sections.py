@@ -20,9 +20,9 @@ from reports.columns import (
     figure,
     milliseconds,
     size_column,
+    text_cell,
     throughput_column,
     word,
-    words,
 )
 from reports.groups import Group, by_setting
 from reports.names import chart_name, main_workload, marks, named, notes_for
@@ -31,7 +31,7 @@ from reports.run_report import RunReport
 from reports.sections import Numbers, Panel
 from reports.text import DASH, listed, number, percent, plain, scaled, signed, size
 
-WORDS = {
+LABELS = {
     "compute": "compute",
     "communication": "exposed communication",
     "bubble": "pipeline bubble",
@@ -116,7 +116,7 @@ def _part_column(name: str) -> ReportColumn[StepProfile]:
         "overlapped": "communication in flight during other parts; not included in the sum",
         "operators": "part of the step during which an operator ran",
     }
-    title = WORDS.get(name, name).capitalize()
+    title = LABELS.get(name, name).capitalize()
     return _in_milliseconds(title, f"{name}_ms", lambda p: p.parts[name], tips.get(name, ""))
 
 
@@ -196,7 +196,7 @@ PART_PANELS: tuple[Panel[RunReport], ...] = (
 def parts_line(report: RunReport) -> str:
     profile = report.profiled[0]
     whole = profile.profiled_step or 1.0
-    shares = [f"{percent((profile.parts[kind] or 0.0) / whole)} {WORDS[kind]}" for kind in WORDS]
+    shares = [f"{percent((profile.parts[kind] or 0.0) / whole)} {LABELS[kind]}" for kind in LABELS]
     return f"of a step of {named(profile.result)}, {listed(shares[:2])}"
 
 
@@ -285,7 +285,7 @@ def bounds_in_words(cells: Sequence[CellResult]) -> str:
     return ", ".join(f"{number(limits[n])} x for {plural(n, 'rank')}" for n in sorted(limits))
 
 
-def _traffic_note(report: RunReport) -> ui.Words:
+def _traffic_note(report: RunReport) -> ui.Text:
     limits = bounds_in_words(report.cells)
     return phrase(prose("traffic"), phrase(" ", prose("ring", limits=limits)) if limits else "")
 
@@ -486,7 +486,7 @@ def experts_line(report: RunReport) -> str:
 
 def _restored(title: str, attribute: str) -> ReportColumn[CellResult]:
     texts = {True: "restored", False: "not restored", None: ""}
-    return ReportColumn(title, lambda cell: words(texts[cell.column(attribute)]))
+    return ReportColumn(title, lambda cell: text_cell(texts[cell.column(attribute)]))
 
 
 CHECKPOINTS: Numbers[RunReport] = Numbers(

@@ -21,9 +21,9 @@ from reports.columns import (
     over_baseline,
     per_gpu_column,
     size_column,
+    text_cell,
     throughput_column,
     word,
-    words,
 )
 from reports.groups import Group, biggest
 from reports.names import OVERSUBSCRIBED, cell_name, disturbance, gpu_findings
@@ -124,7 +124,7 @@ def _figures(group: Group, roles: Roles) -> ui.Table:
     cells = [cell for cell, _ in roles]
     gpus = [per_gpu_column(cells), mfu_column()] if cells[0].cell.device == "cuda" else []
     columns: list[ReportColumn[CellResult]] = [
-        ReportColumn("Role", lambda cell: words(text[cell.cell_id])),
+        ReportColumn("Role", lambda cell: text_cell(text[cell.cell_id])),
         *gpus,
         throughput_column(cells),
         *baseline_columns(cells),
@@ -177,7 +177,7 @@ def _lead(group: Group) -> ui.Blocks:
     items = []
     for advice in advised.advice:
         name = cell_name(advice.cell, place=False)
-        items.append([strong(advice.role), " ", *name, ". ", data(advice.words)])
+        items.append([strong(advice.role), " ", *name, ". ", data(advice.explanation)])
     more = {"Why": advised.reason, "Caveat": advised.caveat}
     items[1:1] = [
         [strong(f"{what}:"), " ", data(f"{text}.")] for what, text in more.items() if text
@@ -264,7 +264,7 @@ def _setting_row(group: Group) -> ui.Row:
         use = ["fastest: ", *use, BREAK, small(f"no advice: {why_no_advice(group.rows)}")]
     elif tied:
         use += [BREAK, small(f"{plural(len(tied), 'other')} may be as fast")]
-    memory: ui.Words = DASH
+    memory: ui.Text = DASH
     if least:
         peak = size(least.memory.peak_memory_bytes)
         memory = [*cell_name(least, place=False), BREAK, peak]

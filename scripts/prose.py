@@ -1,4 +1,4 @@
-"""Checks prose for coined words, dangling openings and length.
+"""Checks prose for coined words, telegrams and length, and names and commit subjects.
 
 `.venv/bin/python -m scripts.prose` exits with 1 if something must be fixed.
 """
@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import re
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,15 +21,21 @@ LONG, TOO_LONG = 30, 40
 
 MESSAGE_FOLDERS = ("bench", "harness", "reports", "scripts")
 LEAST_WORDS = 4
-"""Fewest words of a string literal that is a message."""
+"""Minimum number of words of a string literal that is a message."""
+VAGUE = {"own", "known", "kept", "shown", "words", "each", "one"}
+"""Names that say nothing about what they hold."""
+SUBJECT_LENGTH, SUBJECTS_SINCE = 72, "44921a51"
+"""Maximum length of commit subjects, and the last commit that may have longer ones."""
 
-WORDS = {
+COINED = {
     r"\bt(?:ells?|old|elling)\b.{0,40}\bapart\b": "is tied with; no significant difference from",
     r"\bbeside\b": "next to; alongside; in addition to",
     r"\bmend(?:s|ed|ing)?\b": "fix",
     r"\bfalsif(?:y|ies|ied|ying)\b": "skew results",
     r"\b(?:say|tell|know)s? nothing of\b": "says nothing about; tells you nothing about",
     r"\bas makes no matter\b": "within 2%",
+    r"(?:[\dX}]|^) %(?![\w(.])": "a number and % without a space between them",
+    r"(?:^|[;.,(] )(?:None|null|empty|0|-1|False|True): ": "what it is, then `None if ...`",
     r"\bso (?:many|long|wide|precise)\b(?!.*\bthat\b)": "the number itself; this long",
     r"\bhow far (?:is|it is|a run is)\b": "how far along",
     r"\bfiles? (?:is|are) whole\b|\bare (?:its|the) files whole\b": "intact",
@@ -45,6 +53,8 @@ OPENINGS = {
     r"The same(?= (?:of|as|for|in|with|without|where|by|if|when)\b|[,.:;]|$)": "name what it is",
     r"Where\b(?!.*\?$)": "use If or When; keep Where for places",
 }
+LIMITS = {r"(?:Most|Least|Fewest) (?!of\b)": "Maximum or Minimum number of ..."}
+"""Openings that docstrings must not have; in a document, `Most` is the majority."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +81,13 @@ class Finding:
 
 def findings(sentences: Iterable[Sentence]) -> Iterator[Finding]:
     for sentence in sentences:
-        for pattern, instead in WORDS.items():
+        for pattern, instead in COINED.items():
             if found := re.search(pattern, sentence.text, re.IGNORECASE):
                 yield Finding(sentence, f"not {found[0]!r}, but: {instead}")
         if sentence.fragment:
             continue
-        for pattern, instead in OPENINGS.items():
+        openings = OPENINGS if sentence.file.endswith(".md") else OPENINGS | LIMITS
+        for pattern, instead in openings.items():
             if found := re.match(pattern, sentence.text):
                 yield Finding(sentence, f"opens with {found[0]!r}: {instead}")
         length = len(re.findall(r"\S*\w\S*", sentence.text))
@@ -103,15 +114,15 @@ def markdown_sentences(text: str, file: str) -> Iterator[Sentence]:
     for block in re.finditer(r"(?:(?!\n\n|\n *(?:[-|#]|\d+\.) ).)+", text, re.S):
         line = text.count("\n", 0, block.start()) + 1
         line += len(block[0]) - len(block[0].lstrip("\n"))
-        words = " ".join(block[0].split())
-        if words.startswith("|"):
-            for cell in words.split("|"):
+        paragraph = " ".join(block[0].split())
+        if paragraph.startswith("|"):
+            for cell in paragraph.split("|"):
                 yield Sentence(file, line, cell.strip(), fragment=True)
-        elif words.startswith("#"):
-            yield Sentence(file, line, words.lstrip("# "), fragment=True)
+        elif paragraph.startswith("#"):
+            yield Sentence(file, line, paragraph.lstrip("# "), fragment=True)
         else:
-            words = re.sub(r"^(?:-|\d+\.) ", "", words)
-            for sentence in re.split(r"(?<=[.!?]) +(?=[A-Z(\"'])", words):
+            paragraph = re.sub(r"^(?:-|\d+\.) ", "", paragraph)
+            for sentence in re.split(r"(?<=[.!?]) +(?=[A-Z(\"'])", paragraph):
                 yield Sentence(file, line, sentence)
 
 
@@ -142,6 +153,29 @@ def messages(tree: ast.Module, file: str) -> Iterator[Sentence]:
             yield Sentence(file, node.lineno, text, fragment=True)
 
 
+def vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yields line and name of each variable, parameter, function and field that is VAGUE."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                pass
+            case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                pass
+            case _:
+                continue
+        if name.strip("_").lower() in VAGUE:
+            yield node.lineno, name
+
+
+def long_subjects() -> list[str]:
+    """Returns subjects of commits that are too long; empty without git or the first commit."""
+    command = ("git", "log", "--no-merges", "--format=%s", f"{SUBJECTS_SINCE}..HEAD")
+    with contextlib.suppress(OSError):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        return [line for line in done.stdout.splitlines() if len(line) > SUBJECT_LENGTH]
+    return []
+
+
 def sources() -> Iterator[tuple[str, ast.Module]]:
     for folder in MESSAGE_FOLDERS:
         for file in sorted((ROOT / folder).rglob("*.py")):
@@ -156,6 +190,10 @@ def main() -> int:
     for name, tree in sources():
         found += findings(docstring_sentences(tree, name))
         found += findings(messages(tree, name))
+        for line, vague in vague_names(tree):
+            found.append(Finding(Sentence(name, line, vague), f"name {vague!r}: say what it holds"))
+    for subject in long_subjects():
+        found.append(Finding(Sentence("git log", 0, subject), f"{len(subject)} letters: {subject}"))
     for finding in found:
         print(finding)
     return int(any(finding.fatal for finding in found))

@@ -50,16 +50,16 @@ def write(out: Console, blocks: Sequence[ui.Block]) -> None:
 
     for block in ui.visible(blocks, "text"):
         match block:
-            case ui.Heading(words):
-                out.print(f"[bold]{_markup(words)}[/bold]")
-            case ui.Paragraph(words, kind):
-                out.print(_markup(words), style="yellow" if kind == "caution" else "")
+            case ui.Heading(text):
+                out.print(f"[bold]{_markup(text)}[/bold]")
+            case ui.Paragraph(text, kind):
+                out.print(_markup(text), style="yellow" if kind == "caution" else "")
             case ui.Bullets(items):
                 for item in items:
                     out.print(f"- {_markup(item)}")
             case ui.Facts(rows):
-                for name, words in rows:
-                    out.print(f"  {_markup(name)}: {_markup(words)}")
+                for name, text in rows:
+                    out.print(f"  {_markup(name)}: {_markup(text)}")
             case ui.Table():
                 out.print(_table(block))
             case ui.Pre(content):
@@ -81,17 +81,17 @@ def _table(block: ui.Table) -> Table:
     for row in block.rows:
         kinds = [kind for td in row.cells for kind in td.kind.split()]
         style = next((style for kind, style in STYLES.items() if kind in kinds), "")
-        made.add_row(*map(_markup, (row.head, *(td.words for td in row.cells))), style=style)
+        made.add_row(*map(_markup, (row.head, *(td.text for td in row.cells))), style=style)
     return made
 
 
-def _markup(words: ui.Words) -> str:
-    """Returns words on one line, as markup without control characters."""
+def _markup(text: ui.Text) -> str:
+    """Returns text on one line, as markup without control characters."""
     from reports.blocks import BREAK, spans
     from reports.text import printable
 
     parts = []
-    for span in spans(words):
+    for span in spans(text):
         text = ", " if span is BREAK else escape(re.sub(r"\s+", " ", printable(span.text)))
         styles = [STYLES[name] for name in span.style.split() if name in STYLES]
         parts.append(f"[{' '.join(styles)}]{text}[/]" if styles and text else text)

@@ -35,12 +35,12 @@ class Advice:
     role: str
     """Use, Faster at a price, Least memory, or Simplest."""
     cell: CellResult
-    words: str
+    explanation: str
     """Sentences that follow the cell's label."""
 
     @property
     def sentence(self) -> str:
-        return f"{self.cell.cell.label}. {self.words}"
+        return f"{self.cell.cell.label}. {self.explanation}"
 
 
 @dataclass(frozen=True)
@@ -268,8 +268,8 @@ def answer(
         return None
     fair, advisable = trustworthy(cells), candidates(cells)
     baseline, leaders = _baseline(advisable), may_be_fastest(advisable)
-    known = [cell for cell in advisable if cell.gain and cell.gain.verdict == "faster"]
-    better = known if baseline else []
+    faster = [cell for cell in advisable if cell.gain and cell.gain.verdict == "faster"]
+    better = faster if baseline else []
     use = _chosen(leaders, better, baseline)
     ties = leaders if use in leaders else [use, *leaders]
     advice = [Advice("Use", use, _use(use, advisable, ties, baseline))]

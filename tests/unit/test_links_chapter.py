@@ -96,7 +96,7 @@ def test_the_data_of_the_figure_is_the_golden(chapter: Chapter, update: bool) ->
 def test_links_are_in_the_order_of_what_was_measured_and_delayed_ones_are_not_drawn(
     chapter: Chapter,
 ) -> None:
-    words = [one.words for one in chapter.links]
+    words = [one.name for one in chapter.links]
     assert words == ["100mbit", "1gbit", "10gbit", "unshaped", "1gbit 1ms"]
     assert chapter.chart is not None
     assert [word for _, word in chapter.chart.links] == words[:4]
@@ -139,7 +139,7 @@ def test_an_undecided_link_between_two_decided_ones_does_not_hide_a_crossover(
 def test_the_table_has_bytes_and_their_order_is_judged(chapter: Chapter, tmp_path: Path) -> None:
     assert "in all 3 pairs" in chapter.by_bytes
     sent = {
-        plain_text(row.head): float(spans(row.cells[-1].words)[0].value) / MIB
+        plain_text(row.head): float(spans(row.cells[-1].text)[0].value) / MIB
         for row in chapter.table.rows
     }
     assert sent == {"chatty†": 8.0, "frugal†": 1.0, "talker†": 0.5}

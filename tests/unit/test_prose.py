@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+from pathlib import Path
+
+import pytest
 
 from scripts import prose
-from scripts.prose import Sentence, findings, markdown_sentences
+from scripts.prose import Sentence, findings, long_subjects, markdown_sentences, vague_names
 
 
 def broken(text: str, *, fragment: bool = False) -> list[bool]:
@@ -22,6 +26,34 @@ def test_coined_words_and_dangling_openings_are_rejected() -> None:
         assert broken(text) == [True], text
     for text in ("By default it stops.", "Where is the file?", "So many steps that it stops."):
         assert broken(text) == [], text
+
+
+def test_telegrams_limits_and_spaces_before_percent_are_rejected() -> None:
+    for text in ("Devices; 0: none.", "Fewest runs that count.", "Within 5 % of it."):
+        assert [found.fatal for found in findings([Sentence("x.py", 1, text)])] == [True], text
+    for text in ("Devices; 0 if none.", "Most of them.", "At 5% (5 %d)."):
+        assert list(findings([Sentence("x.py", 1, text)])) == [], text
+    assert broken("Most strategies need it.") == [], "the majority, in a document"
+
+
+def test_names_that_say_nothing_are_found() -> None:
+    code = "def kept(own):\n    for each in own:\n        x.shown = _ = each\nknown_ids = KNOWN = 1"
+    found = sorted(vague_names(ast.parse(code)))
+    assert found == [(1, "kept"), (1, "own"), (2, "each"), (3, "shown"), (4, "KNOWN")]
+
+
+def test_long_subjects_of_commits_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    assert long_subjects() == [], "no repository"
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org")
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    for subject in ("x" * 99, "x" * 72, "y" * 73):
+        commit = [*git, "commit", "--quiet", "--allow-empty", "-m", subject]
+        subprocess.run(commit, check=True)
+    monkeypatch.setattr(prose, "SUBJECTS_SINCE", "HEAD~2")
+    assert long_subjects() == ["y" * 73]
 
 
 def test_long_sentences_are_reported_and_longer_ones_rejected() -> None:

@@ -56,7 +56,7 @@ def test_overview_of_systems(sharded_results: Results) -> None:
     _, table, _ = systems_blocks(report)
     assert isinstance(table, ui.Table)
     wrapped, rare, disks, adapters = (
-        [plain_text(td.words) for td in row.cells] for row in table.rows
+        [plain_text(td.text) for td in row.cells] for row in table.rows
     )
     assert (wrapped[1], wrapped[4]) == ("2 / 2", "2 exact")
     assert (rare[1], rare[2], rare[4]) == ("0 / 3", DASH, DASH)
@@ -83,7 +83,7 @@ def test_states_against_the_formula(sharded_results: Results) -> None:
     as_by_formula = ((4.0, 0.0, 8.0, 4.0), 16.0, 102.0, False)
     assert (plain.parts, plain.target, plain.peak, plain.failed) == as_by_formula
     buffers = {
-        plain_text(row.head): plain_text(row.cells[0].words)
+        plain_text(row.head): plain_text(row.cells[0].text)
         for row in memory_sections.buffers_table(list(rows.values())).rows
     }
     keepers = buffers[f"{BUCKETS}: 4.00 MiB; 1 smaller one: 8 bytes"]
@@ -128,7 +128,7 @@ def test_traffic_against_the_ring(sharded_results: Results) -> None:
     assert time_sections.bounds_in_words(list(rows.values())) == "1.00 x for 2 ranks"
     disk = time_sections.OFFLOAD.table(report)
     (line,) = disk.rows
-    shown = {span.field: span.text for td in line.cells for span in spans(td.words)[:1]}
+    shown = {span.field: span.text for td in line.cells for span in spans(td.text)[:1]}
     assert shown["offload_read_bytes_per_step"] == "3.00 MiB"
     assert shown["offload_kept_bytes"] == "7.00 MiB"
     assert shown["state_bytes"] == "6.00 MiB"
@@ -138,7 +138,7 @@ def test_wrappers_cost(sharded_results: Results) -> None:
     (one,) = launchers(list(rows_of(sharded_results).values()))
     assert [bar.label for bar in launcher_bars(*one, "x").bars] == ["torchrun", "Wrapper"]
     fast, slow = (
-        {span.field: span.value for td in line.cells for span in spans(td.words)}
+        {span.field: span.value for td in line.cells for span in spans(td.text)}
         for line in launcher_table(*one, "x").rows
     )
     assert (fast["step_ratio"], fast["extra_seconds"]) == ("1", "0")
@@ -187,8 +187,7 @@ def test_variants_next_to_their_model(sharded_results: Results) -> None:
     assert heads == ["llama-mini", "llama-mini+nf4+lora"]
     titles = [column.title for column in table.columns]
     texts = {
-        title: spans(td.words)[0].text
-        for title, td in zip(titles, table.rows[1].cells, strict=True)
+        title: spans(td.text)[0].text for title, td in zip(titles, table.rows[1].cells, strict=True)
     }
     columns = ("Trained", "Of all", "Optimizer", "Distance to fp32")
     assert [texts[column] for column in columns] == ["131,072", "12%", "1.00 MiB", "3.0e-03"]

@@ -167,7 +167,7 @@ def test_matrices_that_differ_are_compared_where_they_meet(tmp_path: Path) -> No
     add(store, 0, trials(DDP, 100.0) + trials(FSDP, 50.0))
     add(store, 1, trials(DDP, 80.0), matrix="quick")
     found = runs.compare_all(store.load(steps=False))
-    (other,) = found.shown
+    (other,) = found.columns
     assert other.against is not None
     assert other.against.headline == "1 regression: slower 1"
     assert other.why_not == "of another matrix: 1 cell in only one of the two"
