@@ -333,7 +333,7 @@ def _table(lines: Sequence[ComparedCell], confidence: float) -> ui.Table:
     columns = ui.heads(
         "A samples/s",
         "B samples/s",
-        "B / A",
+        "B / A (at equal machine speed)",
         f"{confidence * 100:.4g}% interval",
         "verdict: word",
         "peak memory, A to B",

@@ -46,16 +46,11 @@ class Advice:
 @dataclass(frozen=True)
 class Answer:
     advice: tuple[Advice, ...]
-    compared: int
     may_be_fastest: tuple[CellResult, ...]
     """Cells of the same training that may be the fastest (95% joint confidence), and the
     recommended one."""
     baseline: CellResult | None
     """Recommended unless another cell is known to beat it."""
-    gain: Comparison | None = None
-    """Recommended cell's throughput over the baseline's, with a joint interval over candidates."""
-    better: tuple[CellResult, ...] = ()
-    """Cells known to beat the baseline (95% joint confidence)."""
     reason: str = ""
     """Likely reason for the gain."""
 
@@ -285,8 +280,7 @@ def answer(
     if complexity(simple)[:2] < complexity(use)[:2]:
         advice.append(Advice("Simplest", simple, _simple(simple, use)))
     reason = _reason(use, baseline, profiles or {})
-    gain = use.gain if baseline else None
-    return Answer(tuple(advice), len(fair), tuple(ties), baseline, gain, tuple(better), reason)
+    return Answer(tuple(advice), tuple(ties), baseline, reason)
 
 
 def _baseline(cells: Sequence[CellResult]) -> CellResult | None:

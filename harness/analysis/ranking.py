@@ -231,23 +231,16 @@ class Precision:
 
 def precision(cells: Sequence[CellResult]) -> Precision | None:
     """Returns the precision over verified cells with a baseline and a core per rank."""
-    widths = list(_widths_over_baseline(cells).values())
+    widths = [
+        width
+        for cell in cells
+        if not cell.placement.oversubscribed
+        and cell.gain
+        and (width := cell.gain.precision) is not None
+    ]
     if not widths:
         return None
     return Precision(len(widths), statistics.median(widths), percentile(widths, 0.9))
-
-
-def _widths_over_baseline(cells: Sequence[CellResult]) -> dict[str, float]:
-    return {
-        cell.cell_id: (cell.relative.over_baseline_high - cell.relative.over_baseline_low)
-        / 2
-        / cell.relative.over_baseline
-        for cell in cells
-        if cell.relative.over_baseline
-        and cell.relative.over_baseline_low is not None
-        and cell.relative.over_baseline_high is not None
-        and not cell.placement.oversubscribed
-    }
 
 
 Choice: TypeAlias = Callable[[Cell], bool]

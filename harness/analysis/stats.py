@@ -44,15 +44,6 @@ class Estimate:
     high: float | None
     trials: int
 
-    @property
-    def half_width(self) -> float | None:
-        return None if self.low is None or self.high is None else (self.high - self.low) / 2
-
-    @property
-    def precision(self) -> float | None:
-        half = self.half_width
-        return None if half is None or not self.value else half / abs(self.value)
-
 
 MOST_DEGREES = 1000.0
 """Degrees of freedom from which Student's t is practically normal."""
