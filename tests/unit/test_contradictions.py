@@ -25,7 +25,7 @@ from harness.analysis.setting import SETTING
 from harness.cell.cell import Cell
 from harness.record.store import Results, Store
 from reports import report_text
-from reports.run_report import each
+from reports.run_report import reports_of
 from reports.text import signed
 from tests.unit.made_results import stored, trial_rows
 
@@ -150,7 +150,7 @@ class Outputs:
 
 def outputs(results: Results) -> Outputs:
     out = Console(file=io.StringIO(), width=300, highlight=False)
-    for report in each(results):
+    for report in reports_of(results):
         terminal.ranking(out, report.cells)
         if report.leading and report.advised:
             terminal.advice(out, report.advised, report.leading.full_title)

@@ -22,7 +22,7 @@ from reports import runs, site
 from reports.cell_detail import in_full
 from reports.export_records import as_csv, as_json
 from reports.publish import LIBRARIES, publish
-from reports.run_report import each, ran
+from reports.run_report import ran, reports_of
 from reports.run_sections import run_page, run_text
 from reports.runs import runs_page, runs_text
 from tests.commands import told
@@ -89,7 +89,7 @@ def test_pages_of_a_hostile_run_are_escaped(store: Store, tmp_path: Path) -> Non
 
 def test_text_and_data_of_a_hostile_run_are_escaped(store: Store) -> None:
     whole = store.load(steps=False)
-    reports = each(whole)
+    reports = reports_of(whole)
     for text in (run_text(reports[-1]).text, runs_text(runs.compare_all(whole)).text):
         assert "<script>" not in text
         assert "<img" not in text
