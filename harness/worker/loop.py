@@ -314,8 +314,8 @@ class Loop:
         )
         if self._counted_from is not None:
             self.paused_seconds += time.perf_counter() - began
-            seconds = self.cpu_time.rank_seconds + pause.control_cpu_seconds
-            self.cpu_time = replace(self.cpu_time, rank_seconds=seconds)
+            rank_seconds = self.cpu_time.rank_seconds + pause.control_cpu_seconds
+            self.cpu_time = replace(self.cpu_time, rank_seconds=rank_seconds)
         if agree and pause.largest:
             wanted = math.ceil(self.spec.timed_seconds / pause.largest)
             self.planned = max(self.planned, min(wanted, MOST_TIMED_STEPS))
