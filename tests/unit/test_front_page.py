@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import re
 import shlex
@@ -12,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
 import bench
-from bench.cli import COMMANDS
+from bench.cli import COMMANDS, terminal
 from harness.analysis import compare, history, stats
 from harness.launch import watch
 from harness.measure import memory_kinds, step_breakdown
@@ -23,6 +25,7 @@ from harness.run import expected
 from harness.run.runner import ProgressListener
 from harness.seam.registry import strategies
 from harness.worker import rank_profile
+from reports.run_report import ran
 from tests.command_lines import REFERENCE, ROOT
 from tests.unit.test_cli import here
 
@@ -74,7 +77,7 @@ runpy.run_module("bench", run_name="__main__", alter_sys=True)
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text().split()) <= 700
+    assert len(re.findall(r"\S*\w\S*", README.read_text())) <= 700
 
 
 @pytest.mark.parametrize("page", [README, *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
@@ -90,6 +93,21 @@ def test_answers_on_a_page_are_those_of_the_command(page: Path) -> None:
 
 def test_the_readme_shows_an_answer() -> None:
     assert [command.split()[0] for command, _ in ANSWER.findall(README.read_text())] == ["fits"]
+
+
+@pytest.mark.parametrize("page", [README, DOCS / "first_run.md"], ids=lambda page: page.name)
+def test_the_ranking_of_a_first_run_has_the_columns_of_today(page: Path) -> None:
+    out = Console(file=io.StringIO(), width=160)
+    terminal.ranking(out, ran(bench.load(REFERENCE)).cells)
+    printed = out.file.getvalue()  # type: ignore[attr-defined]
+    heads = [
+        [name.strip() for name in re.findall(r"^┃.*┃.*$", text, re.M)[0].split("┃")]
+        for text in (printed, page.read_text())
+    ]
+    assert heads[0] == heads[1]
+    title = re.search(r"^llama-micro: (.*)$", page.read_text(), re.M)
+    assert title
+    assert title[1] in printed
 
 
 def test_versions_are_those_that_are_supported() -> None:
