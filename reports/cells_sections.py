@@ -84,7 +84,9 @@ def _row(
         if plain_text(text := column.make(cell).text) not in ("", DASH, NEITHER)
     ]
     more += [(word, data(meaning)) for word, meaning in flags(cell)]
-    more += [(f"Trial {trial.trial}", _trial(trial)) for trial in trials]
+    more += [
+        (f"Trial {trial.trial}", _trial(trial)) for trial in sorted(trials, key=lambda t: t.trial)
+    ]
     return ui.Row(cell_name(cell), [column.make(cell) for column in columns], attributes, more=more)
 
 

@@ -23,7 +23,7 @@ from reports.columns import (
     word,
 )
 from reports.groups import by_setting
-from reports.names import cell_name, chart_name, main_workload, named, notes_for
+from reports.names import cell_name, chart_name, main_workload, names_apart, notes_for, titles_apart
 from reports.run_facts import Largest, LargestModel
 from reports.run_report import RunReport
 from reports.sections import Numbers, Panel
@@ -96,9 +96,12 @@ def state_charts(report: RunReport) -> list[Bars]:
     if report.is_search:
         return []
     groups = [group for group in by_setting(with_states(report.cells)) if len(group.rows) > 1]
+    titles = [group.short_title(groups[0].workload) for group in groups]
+    titles = titles_apart(titles, [group.rows[0] for group in groups])
+    names = {name: text for group in groups for name, text in names_apart(group.rows).items()}
     return [
-        state_stacks(group.rows, f"states-{i}", group.short_title(groups[0].workload), named)
-        for i, group in enumerate(groups)
+        state_stacks(group.rows, f"states-{i}", title, lambda cell: names[cell.cell_id])
+        for i, (group, title) in enumerate(zip(groups, titles, strict=True))
     ]
 
 

@@ -98,7 +98,7 @@ def _commands(report: RunReport) -> ui.Facts:
     commands = {"Run the matrix again": prose("command run", matrix=quote(report.run.matrix))}
     if report.advised:
         use = report.advised.advice[0].cell
-        commands[f"Export {use.cell.label}"] = prose("command export", cell=quote(use.cell_id))
+        commands["Export the advised cell"] = prose("command export", cell=quote(use.cell_id))
     return ui.Facts([(what, data(plain_text(text), "command")) for what, text in commands.items()])
 
 
@@ -122,11 +122,12 @@ def _roles(group: Group) -> Roles:
 def _figures(group: Group, roles: Roles) -> ui.Table:
     text = {cell.cell_id: role for cell, role in roles}
     cells = [cell for cell, _ in roles]
-    gpus = [per_gpu_column(cells), mfu_column()] if cells[0].cell.device == "cuda" else []
+    speeds = [throughput_column(cells)]
+    if cells[0].cell.device == "cuda":
+        speeds = [per_gpu_column(cells), mfu_column(), *(speeds if group.devices > 1 else [])]
     columns: list[ReportColumn[CellResult]] = [
         ReportColumn("Role", lambda cell: text_cell(text[cell.cell_id])),
-        *gpus,
-        throughput_column(cells),
+        *speeds,
         *baseline_columns(cells),
         size_column("Peak memory", "peak_memory_bytes", "fullest device, largest of the trials"),
         word("Parity", "parity_verdict"),
