@@ -109,7 +109,8 @@ class VariancePrior:
 
 
 def moderated(spreads: Sequence[Spread]) -> list[Spread]:
-    """Returns variances shrunk towards the common one, which cells with a single trial get."""
+    """Returns the cells' variances, shrunk towards the common variance. Cells with a single trial
+    get the common variance."""
     common = prior(spreads)
     if common is None:
         return list(spreads)

@@ -69,7 +69,7 @@ class LogEstimate:
     part: int | None = None
     """Number of a group of connected heats; None outside heats."""
     included_level_error: float = 0.0
-    """Part of `error` that comes from the heats' level. It is nonzero only outside heats."""
+    """Level error of heats that is already part of `error`; 0 inside heats."""
 
     @property
     def whole_error(self) -> float:

@@ -13,7 +13,7 @@ from harness.host.amd import TorchGpu, rocm_version, torch_gpus
 from harness.host.nvml import Handle, Nvml, nvml
 
 _CORE_WORDS = 64
-"""64-bit words in NVML's sets of cores: up to 4096 cores."""
+"""Number of 64-bit words in NVML's sets of cores, enough for 4096 cores."""
 _NODE_WORDS = 1
 """64-bit words in NVML's sets of NUMA nodes: up to 64."""
 

@@ -137,7 +137,7 @@ def nvml() -> Iterator[Nvml | None]:
 
 
 def why_nvml_fails() -> str:
-    """Returns NVML's error if it does not start although there is a driver; empty if it does."""
+    """Returns NVML's error if it does not start although there is a driver; empty otherwise."""
     try:
         import pynvml
 

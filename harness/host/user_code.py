@@ -25,7 +25,7 @@ class UserClass:
     name: str
     loaded: type
     digest: str
-    """First sixteen hex digits of its file's SHA-256."""
+    """First sixteen hex digits of the SHA-256 of the class's file."""
 
 
 def names_user_class(name: str) -> bool:

@@ -153,7 +153,8 @@ class MemoryMeter:
         return _status()["VmData"] - self.mapped
 
     def stacks(self) -> int:
-        """Returns the bytes of `in_use` in stacks of later threads, mostly not resident."""
+        """Returns the bytes of `in_use` that are stacks of threads started later. They are mostly
+        not resident."""
         if self.device.type == "cuda":
             return 0
         return _stacks() - self.stacks_before

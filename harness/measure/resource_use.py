@@ -108,7 +108,7 @@ def _own_cpu_seconds() -> float:
 
 
 def foreign_load(ranks: Sequence[CpuTime]) -> float | None:
-    """Returns the mean number of cores that other processes keep busy. `ranks`: all of one
+    """Returns the mean number of cores that other processes keep busy. `ranks`: all ranks of one
     machine."""
     if not ranks or ranks[0].busy is None or not ranks[0].seconds:
         return None

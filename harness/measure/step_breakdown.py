@@ -94,7 +94,7 @@ def stacks(events: Iterable[Event], begin: float, end: float) -> list[Piece]:
         until(event.begin)
         open_events.append(event)
         if len(open_events) > 1 and event.end > open_events[-2].end:
-            # Rounding may end an inner event after its outer one.
+            # By rounding, an inner event may end after the event around it.
             open_events[-1] = Event(event.kind, event.thread, event.begin, open_events[-2].end)
     while open_events:
         until(open_events[-1].end)

@@ -179,7 +179,7 @@ def main() -> None:
     collect_seldom()
     try:
         where = parse_rendezvous(given.rendezvous)
-        # Both take seconds, and a coordinator waits ten for the facts of an agent that connected.
+        # Before connecting, since both take seconds and a coordinator waits ten for the facts.
         importlib.import_module("torch.distributed")
         facts = node_facts(given.node, given.name)
         line = reach_coordinator(where, given.timeout)

@@ -47,7 +47,7 @@ LEAST_READ_RATE = 2e7
 @dataclass(frozen=True)
 class FileFact:
     name: str
-    """Path below the cache."""
+    """Path of the file below the cache."""
     bytes: int
     modified_nanoseconds: int
     digest: str

@@ -210,7 +210,7 @@ class RunningStatistics:
                 self._follow(name, module)
 
     def by_replicas(self) -> dict[str, Tensor]:
-        """Returns floating-point buffers by `REPLICAS/NAME`."""
+        """Returns floating-point buffers by number of replicas and name, as `REPLICAS/NAME`."""
         everything = {f"1/{name}": buffer for name, buffer in trained_buffers(self.model)}
         return everything | self.statistics
 

@@ -242,8 +242,8 @@ class RunFiles:
     folder: Path
 
     def of(self, table: str, run_id: str) -> list[Path]:
-        """Returns a run's gathered copy if it is complete or the only thing left, else a file per
-        trial."""
+        """Returns a run's gathered copy if it is complete or nothing else is left. Otherwise
+        returns its files, one per trial."""
         single, copy = self.single(table, run_id), self.copy(table, run_id)
         if not copy.exists():
             return single

@@ -90,7 +90,7 @@ class RankStep(Record):
     phase: str
     """warmup, settling (first step after a check, rewind, restart or wait), timed"""
     data_seconds: float
-    """getting the batch, without its copy to a GPU"""
+    """time to get the batch, without its copy to a GPU"""
     step_seconds: float
     """whole step, including data, between two device synchronisations"""
     loss: float | None = None

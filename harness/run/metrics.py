@@ -344,7 +344,7 @@ def device_speed_of(store: Store, plan: Plan) -> str | None:
 
 
 def peaks_of(cell: Cell, workload: Workload, device_speed: str | None) -> Peaks:
-    """Returns a GPU's FLOP/s in a cell's precision. `device_speed`: the run's column."""
+    """Returns a GPU's FLOP/s in a cell's precision. `device_speed`: that column of the run."""
     if cell.device != "cuda":
         return Peaks()
     precision = workload.arithmetic or cell.precision

@@ -46,9 +46,9 @@ class PreparedTrial:
         launches: int = 1,
         timed_steps: int | None = None,
     ) -> None:
-        """`timed_seconds`: see Plan.timed_seconds_of. `launches`: the cell's planned trials. `seed`
-        and `key` decide whether and when it rewinds. `timed_steps`: number of timed steps of an
-        interleaved trial."""
+        """Prepares a trial. `timed_seconds`: see Plan.timed_seconds_of. `launches`: the cell's
+        planned trials. `seed` and `key` decide whether and when it rewinds. `timed_steps`: number
+        of timed steps of an interleaved trial."""
         self.cell, self.key, self.position, self.reference = cell, key, position, reference
         self.existing_reference = reference if reference and reference.exists else None
         if self.existing_reference:

@@ -79,7 +79,8 @@ def admit_checkpoint(cell: Cell, able: Sequence[str]) -> None:
 def save_by_torch(
     job: Job, train_state: TrainState, folder: Path, step: int
 ) -> Callable[[], object] | None:
-    """Saves model, optimizers, counters and random state, as the cell asks; see `Save`."""
+    """Saves model, optimizers, counters and random state in the way that the cell asks for; see
+    `Save`."""
     import torch
     from torch.distributed.checkpoint.state_dict_saver import save
 

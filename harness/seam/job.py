@@ -83,7 +83,8 @@ class TrainState:
     """Functions in which a rank waits unseen by torch's profiler, and the component that gets their
     time if nothing computes."""
     collectives: Sequence[Sender] = ()
-    """Functions that send their first argument to all ranks without torch.distributed."""
+    """Functions that send their first argument to all ranks by means other than
+    torch.distributed."""
     wire: Wire = "gloo"
     """Algorithm that moves the bytes: that of torch's gloo backend, or rings."""
     routers: Mapping[int, Router] | None = None

@@ -15,10 +15,8 @@ def exchange(
     cell: Cell, workload: Workload, sizes: MeshSizes, rows: float, numbers: bool = True
 ) -> float:
     """Returns bytes a rank sends per step to bring a layer's tokens to their experts, or back.
-
-    `rows`: bytes of a rank's hidden states. With uniform routing, `1 / expert` stay. `numbers` adds
-    8 bytes per expert and micro-batch for counts.
-    """
+    `rows`: bytes of a rank's hidden states. With uniform routing, a share `1 / expert` of the
+    tokens stays on its rank. `numbers` adds 8 bytes per expert and micro-batch for counts."""
     sent = rows / sizes.tensor * workload.experts_per_token
     counts = 8.0 * workload.experts * cell.micro_batches if numbers else 0.0
     return passed_once(sizes.expert, sent + counts)

@@ -21,7 +21,7 @@ RENDEZVOUS = "process group"
 class Beat:
     steps: int
     at: float
-    """Time of the beat by time.monotonic."""
+    """Time of the beat, as time.monotonic gives it."""
     longest: float
     doing: str
     """Phase or step that began with the beat."""

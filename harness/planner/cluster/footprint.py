@@ -196,7 +196,7 @@ def _reducing(shape: ModelShape, recipe: Recipe, layer_activations: float) -> fl
     reduced = 0.0 if recipe.offload else of.gradient / recipe.gpus / recipe.tensor
     shards = reduced * (shape.layers * layer + ends * (recipe.accumulation > 1))
     copies = (whole if flat else copied) * layer
-    # Two layers' gradients are not reduced yet.
+    # The gradients of two layers are not reduced yet.
     in_layers = whole * (ends + head + 3 * layer) + layer_activations - 2 * reduced * layer
     # A tied embedding has another gradient, and its sum with the head's.
     in_embedding = whole * ((3 if flat else 2) * ends + 2 * head * shape.tied)

@@ -22,7 +22,8 @@ from harness.planner.cluster.recipe import Precision
 
 GIGA = 1e9
 HOST_MEMORY_SHARE = 2.0
-"""Host memory relative to the memory of a node's devices. Assumed; DGX A100 and H100 have 3."""
+"""Host memory relative to the memory of a node's devices. The factor is assumed; DGX A100 and H100
+have 3."""
 WIRE_SHARE = 0.73
 """Share of the rate between nodes that a large all-reduce reaches: 36.5 of 50 GB/s on 4 nodes of 8
 B200 (S. Bekman, Machine Learning Engineering, networks, 2026)."""
