@@ -3,9 +3,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
+import yaml
 
 from bench.cli.options import Gpus, Json, OwnRuns, Seq, StatesPrecision
 from harness.cell.errors import UsageError
@@ -14,17 +16,9 @@ if TYPE_CHECKING:
     from harness.planner.fits import FitAnswer, FitQuestion
 
 MATRIX = "finetune"
-COMPARED = {
-    "one": ("single", "ddp"),
-    "none": ("ddp", "fsdp2"),
-    "full": ("fsdp2", "fsdp1", "deepspeed"),
-}
-"""Strategies that the printed command compares, for each way of sharding states. The first one is
-that of the answer, and the baseline."""
+COMPARED = Path(__file__).parents[1] / "fits.yaml"
 UNKNOWN = "hf:PATH"
 """Model in a printed command if only the planner has its sizes."""
-MIXED = "fsdp2(mixed_precision=true)"
-"""Baseline if full states are sharded under autocast, where plain fsdp2 keeps more memory."""
 GIB = 2**30
 ADAPTED_CELLS = {
     "lora": ("+bf16+lora", "fp32"),
@@ -193,10 +187,10 @@ def _command(model: str, question: FitQuestion, result: FitAnswer) -> str:
     except UsageError:
         model = UNKNOWN
     sharding: str = recipe.sharding if question.gpus > 1 else "one"
-    only = " ".join(f"--only {strategy}" for strategy in COMPARED[sharding])
-    baseline = COMPARED[sharding][0]
     if full and sharding == "full" and precision == "bf16":
-        baseline = shlex.quote(MIXED)
+        sharding = "full-bf16"
+    compared = yaml.safe_load(COMPARED.read_text(encoding="utf-8"))[sharding]
+    only = " ".join(f"--only {strategy}" for strategy in compared["only"])
     axes = {
         "devices": question.gpus,
         "workload": f"main{variant}",
@@ -209,5 +203,5 @@ def _command(model: str, question: FitQuestion, result: FitAnswer) -> str:
     settings = " ".join(f"--set {name}={value}" for name, value in axes.items())
     return (
         f"python -m bench run --matrix {MATRIX} --model {shlex.quote(model)} {only}"
-        f" --baseline {baseline} {settings}"
+        f" --baseline {shlex.quote(compared['baseline'])} {settings}"
     )

@@ -13,7 +13,7 @@ from harness.analysis.selection import Hardware
 from harness.host.environment import cudnn_version, device_type, environment, gpus, unused_gpus
 from harness.host.gpu_inventory import (
     Gpu,
-    _places,
+    _indices,
     gpu_facts,
     gpu_topology,
     nearby_cores,
@@ -79,7 +79,7 @@ def test_the_list_is_read_as_torch_reads_it(monkeypatch: pytest.MonkeyPatch, var
     parsed = torch.cuda._parse_visible_devices()
     if parsed and isinstance(parsed[0], str):
         parsed = torch.cuda._transform_uuid_to_ordinals(parsed, uuids)  # type: ignore[arg-type]
-    assert _places(variable, uuids) == parsed
+    assert _indices(variable, uuids) == parsed
 
 
 @pytest.mark.parametrize(
