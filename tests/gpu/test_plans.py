@@ -132,7 +132,7 @@ def test_each_strategy_that_is_timed_in_bf16_is_checked_in_fp32(matrix: str) -> 
 def test_cells_and_their_references_fit_the_gpu_and_the_disk(
     matrix: str, number: int, card: str
 ) -> None:
-    """By the strategy's formula, a cell takes at most 90% of a GPU's memory, and its reference
+    """A cell takes at most 90% of a GPU's memory by its strategy's formula, and its reference
     60%. References together fit the disk limit."""
     cells = planned(matrix, number, card).cells
     every = references(iter(cells))

@@ -125,7 +125,8 @@ def test_collectives_of_nccl_are_counted_as_rings(
     )
     nothing = dict.fromkeys(("run_step", "stop_counting", "per_step"), lambda *_: None)
     loop: Any = SimpleNamespace(job=job, steps=[], traffic=SimpleNamespace(sent=None), **nothing)
-    assert rank_profile.profile_rank(loop, RankAnswer(0), None).wire == wire  # type: ignore[arg-type]
+    answer = rank_profile.profile_rank(loop, RankAnswer(0), None)  # type: ignore[arg-type]
+    assert answer.wire == wire
 
 
 class ThreadedReplica(torch.nn.Module):

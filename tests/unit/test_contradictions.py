@@ -188,7 +188,8 @@ def several_gains(seen: Outputs) -> Iterator[str]:
                 yield f"{line.name}: {text}, JSON {gain}"
     for where, text in (("page", " ".join(seen.tables.answer)), ("terminal", seen.terminal)):
         for value, way, low, high in re.findall(
-            r"([\d.]+)% (faster|slower) than \S+ \(95% interval: ([\d.−]+) to ([\d.−]+)%\)", text
+            r"([\d.]+)% (faster|slower) than \S+ \(95% interval: ([\d.−]+) to ([\d.−]+)%\)",
+            text,
         ):
             given = {gain_of(record) for record in seen.records.values()}
             told = f"+{value}% ({low} to {high})".replace("(−", "(-").replace(" ", "")

@@ -101,8 +101,8 @@ def test_markdown_has_verdict_ranking_and_failures(one: RunReport) -> None:
     assert re.search(r"\| fast \| Use \| 4,544 ", text)
     assert re.search(r"\| 2 \| near \| ● \|", text)
     assert re.search(r"\| — \| once† \| — \| 1,280 \| [\d,]+ to [\d,]+ \|", text)
-    for words in ("**failed** broken", "rank 1: it broke; mend it", "pip install absent"):
-        assert words in text
+    for reason in ("**failed** broken", "rank 1: it broke; mend it", "pip install absent"):
+        assert reason in text
     assert not {"nan", "None", "inf"} & set(re.split(r"[^A-Za-z]+", text))
     few = run_text(one, ["failures", "verdict"])
     assert (few.text.count("\n## "), few.absent) == (2, [])

@@ -193,7 +193,7 @@ def test_numbers_of_tested_strategies_are_those_of_the_records() -> None:
 
 
 def test_planning_needs_nothing_of_linux(tmp_path: Path) -> None:
-    """As on macOS, of which README and docs/setup.md say so."""
+    """README and docs/setup.md say that you can plan on macOS."""
     commands = (
         ["fits", "llama-8b", "--gpus", "2 x h100"],
         ["plan", "--model", "llama-8b", "--gpus", "8 x h100"],

@@ -253,7 +253,7 @@ def test_trained_parameters_of_variants_are_those_of_the_papers(suffix: str, tra
 
 
 @pytest.mark.parametrize(
-    ("suffix", "weights", "beside"),
+    ("suffix", "weights", "scales"),
     [
         ("lora", 4 * (3_344_640 + LORA), 0),
         ("bf16", 2 * 3_344_640, 0),
@@ -261,11 +261,11 @@ def test_trained_parameters_of_variants_are_those_of_the_papers(suffix: str, tra
         ("nf4+lora", 4 * (3_344_640 + LORA) - 3.5 * MATRICES, 4 * MATRICES / 64 + 28 * 16 * 4),
     ],
 )
-def test_stored_bytes_of_variants_are_counted(suffix: str, weights: float, beside: float) -> None:
+def test_stored_bytes_of_variants_are_counted(suffix: str, weights: float, scales: float) -> None:
     facts = model_facts(make_workload(f"llama-mini+{suffix}"), 64)
     rotary = 2 * 4 * 256 / 4 / 2
-    assert (facts.parameter_bytes, facts.buffer_bytes) == (weights, beside + rotary)
-    assert facts.scale_bytes == beside
+    assert (facts.parameter_bytes, facts.buffer_bytes) == (weights, scales + rotary)
+    assert facts.scale_bytes == scales
 
 
 def test_frozen_matrices_need_no_gradient_of_their_own() -> None:
