@@ -105,20 +105,23 @@ TIMES_LOSS = 10.0
 
 
 def norm_deviations(
-    norms: Sequence[float | None], training_steps: Sequence[int], expected: Sequence[float]
+    ranks: Sequence[Sequence[float | None]], training_steps: Sequence[int], expected: Sequence[float]
 ) -> dict[int, float]:
-    """Returns the largest relative deviation of each training step in the segment; infinite for
-    unknown norms.
+    """Returns the largest relative deviation of any rank at each training step in the segment;
+    infinite for unknown norms.
 
-    `norms`, `training_steps`: by step taken. `expected`: by training step.
+    `ranks`: norms of each rank by step taken; ranks that know none are left out if others do.
+    `training_steps`: by step taken. `expected`: by training step.
     """
     deviations: dict[int, float] = {}
-    for step, norm in zip(training_steps, norms, strict=True):
-        if step < len(expected):
-            gap = math.inf
-            if norm is not None and math.isfinite(norm):
-                gap = abs(norm - expected[step]) / max(expected[step], LEAST_NORM)
-            deviations[step] = max(gap, deviations.get(step, 0.0))
+    knowing = [norms for norms in ranks if set(norms) != {None}] or ranks
+    for norms in knowing:
+        for step, norm in zip(training_steps, norms, strict=True):
+            if step < len(expected):
+                gap = math.inf
+                if norm is not None and math.isfinite(norm):
+                    gap = abs(norm - expected[step]) / max(expected[step], LEAST_NORM)
+                deviations[step] = max(gap, deviations.get(step, 0.0))
     return deviations
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from harness.analysis.cell_result import VERIFIED
-from harness.analysis.consistency import Pass, first_known, loss_deviations, mean_losses, passes
+from harness.analysis.consistency import Pass, loss_deviations, mean_losses, passes
 from harness.cell.cell import Cell
 from harness.cell.training import Tolerance
 from harness.host.cores import allowed_cores
@@ -277,7 +277,7 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
         first.losses, [rank.deviations or Deviations() for rank in outcome.trained]
     )
     if reference:
-        norms = first_known([[s.gradient_norm for s in rank.steps] for rank in outcome.trained])
+        norms = [[step.gradient_norm for step in rank.steps] for rank in outcome.trained]
         taken = _without_ahead(steps, outcome.trained[0].replays_ahead, cell.parity_steps)
         verdict = with_norms(verdict, norm_deviations(norms, taken, reference.gradient_norms))
     distance = distance_to_fp32(cell, first.losses) if losses else None

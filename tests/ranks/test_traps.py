@@ -126,7 +126,7 @@ TRAPS: dict[str, list[Row]] = {
             diverges("recipe_traps", {"mistake": mistake}, **RECIPE)
             for mistake in (
                 *("clip_before_reduction", "clip_each_micro_batch", "schedule_per_process"),
-                *("decay_on_all", "mean_of_means"),
+                *("decay_on_all", "mean_of_means", "other_norm_on_rank_1"),
             )
         ),
         *(

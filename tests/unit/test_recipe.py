@@ -72,16 +72,25 @@ def test_the_norm_is_of_all_gradients_but_copies() -> None:
 
 
 def test_a_norm_off_by_more_than_allowed_diverges() -> None:
-    near = norm_deviations([2.0, 2.0 + 1e-6, 2.0], [0, 1, 1], [2.0, 2.0])
+    near = norm_deviations([[2.0, 2.0 + 1e-6, 2.0]], [0, 1, 1], [2.0, 2.0])
     assert with_norms(EXACT, near).verdict == "exact"
     assert with_norms(EXACT, near).max_norm_deviation == pytest.approx(5e-7)
     for norms in ([2.0, 2.1], [2.0, None], [2.0, math.nan]):
-        off = norm_deviations(norms, [0, 1], [2.0, 2.0])
+        off = norm_deviations([norms], [0, 1], [2.0, 2.0])
         assert with_norms(EXACT, off).verdict == "diverged"
-    assert norm_deviations([None], [0], []) == {}
-    assert norm_deviations([0.0], [0], [0.0]) == {0: 0.0}
-    assert with_norms(EXACT, norm_deviations([1.0], [0], [0.0])).verdict == "diverged"
+    assert norm_deviations([[None]], [0], []) == {}
+    assert norm_deviations([[0.0]], [0], [0.0]) == {0: 0.0}
+    assert with_norms(EXACT, norm_deviations([[1.0]], [0], [0.0])).verdict == "diverged"
     assert with_norms(EXACT, {}) == EXACT
+
+
+def test_the_norms_of_all_ranks_count() -> None:
+    right, wrong = [2.0, 2.0], [2.0, 2.2]
+    assert norm_deviations([right, wrong], [0, 1], [2.0, 2.0]) == {0: 0.0, 1: pytest.approx(0.1)}
+    assert norm_deviations([right, [None, None]], [0, 1], [2.0, 2.0]) == {0: 0.0, 1: 0.0}, (
+        "a parameter server's workers know no norm"
+    )
+    assert norm_deviations([[None], [None]], [0], [2.0]) == {0: math.inf}
 
 
 def test_wider_tolerances_allow_more() -> None:

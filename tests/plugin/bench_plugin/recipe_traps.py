@@ -22,6 +22,7 @@ class RecipeTraps(Strategy):
         "schedule_per_process",
         "decay_on_all",
         "mean_of_means",
+        "other_norm_on_rank_1",
     ] = "none"
     """The planted mistake."""
 
@@ -57,6 +58,8 @@ class RecipeTraps(Strategy):
                 clip_grad_norm_(parameters, most)
             average_gradients(parameters)
             job.recipe.gradient_norm = clip_grad_norm_(parameters, most)
+            if self.mistake == "other_norm_on_rank_1" and job.rank == 1:
+                job.recipe.gradient_norm *= 1.01
             optimizer.step()
             for _ in range(cell.devices if self.mistake == "schedule_per_process" else 1):
                 scheduler.step()
