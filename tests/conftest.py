@@ -76,7 +76,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=order)
     for item in items:
-        if item.path.parent.name == "unit" and not item.get_closest_marker("slow"):
+        slow = item.get_closest_marker("slow") or item.get_closest_marker("thorough")
+        if item.path.parent.name == "unit" and not slow:
             item.add_marker(pytest.mark.quick)
         if group := _group(item):
             item.add_marker(pytest.mark.xdist_group(group))

@@ -369,13 +369,18 @@ def launcher_variables(job: Job) -> dict[str, str]:
 
 @contextlib.contextmanager
 def globals_put_back(packages: Sequence[str]) -> Iterator[None]:
-    """Restores these packages' global variables, which keep process groups."""
+    """Restores these packages' global variables, which keep process groups, and transformers'
+    attention functions, which DeepSpeed's sequence parallelism replaces."""
     for package in packages:
         importlib.import_module(package)
+    if "deepspeed" in packages:
+        importlib.import_module("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    attention: Any = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     modules = [m for name, m in sys.modules.items() if name.partition(".")[0] in packages]
     before = [(vars(module), dict(vars(module))) for module in modules]
     try:
-        yield
+        with mock.patch.dict(attention._local_mapping):
+            yield
     finally:
         for variables, values_before in before:
             variables.update(values_before)
