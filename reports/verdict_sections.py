@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from shlex import quote
 
 from harness.analysis.answer import why_no_advice, why_no_more_trials
 from harness.analysis.cell_result import CellResult
@@ -95,11 +95,23 @@ def verdict_blocks(report: RunReport) -> ui.Blocks:
 
 def _commands(report: RunReport) -> ui.Facts:
     """Returns commands that repeat the run and export the advised cell, to copy."""
-    commands = {"Run the matrix again": prose("command run", matrix=quote(report.run.matrix))}
+    again = prose("command run", matrix=shlex.quote(report.run.matrix))
+    commands = {"Run the matrix again": _one_command(report.run.command) or again}
     if report.advised:
         use = report.advised.advice[0].cell
-        commands["Export the advised cell"] = prose("command export", cell=quote(use.cell_id))
+        commands["Export the advised cell"] = prose("command export", cell=shlex.quote(use.cell_id))
     return ui.Facts([(what, data(plain_text(text), "command")) for what, text in commands.items()])
+
+
+def _one_command(text: str | None) -> str | None:
+    """Returns a recorded command line if a shell would run only that command; it may come from
+    another person's results."""
+    try:
+        words = shlex.split(text or "")
+    except ValueError:  # an open quotation
+        return None
+    only = words[:4] == ["python", "-m", "bench", "run"] and shlex.join(words) == text
+    return text if only else None
 
 
 Roles = list[tuple[CellResult, str]]

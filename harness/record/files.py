@@ -349,7 +349,7 @@ TABLES: dict[str, type[Record]] = {
     "explained": ProfileRecord,
     "conclusions": ConclusionRecord,
 }
-VERSION = 14
+VERSION = 15
 """Increase it when a column is added, changed or removed."""
 
 VERSION_KEY = "parallelism_bench_schema_version"

@@ -57,6 +57,8 @@ class RunRecord(Record):
     suite_version: str
     allocation: str | None = None
     """JSON: the SLURM job that started the run"""
+    command: str | None = None
+    """command line that started the run, quoted for a shell; null if a Python program did"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,16 +3,20 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shlex
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TypeVar
 
 from harness.analysis.consistency import first_known, mean_losses, passes
 from harness.analysis.stats import mean_of_cycles, over_cycles, percentile, slowest, trend
 from harness.analysis.summary import mfu
 from harness.cell.cell import Cell
+from harness.cell.redaction import redacted
 from harness.host.cores import cores_of_nodes, oversubscribed
 from harness.host.environment import environment, gpus
 from harness.host.gpu_models import peak_flops_per_second
@@ -335,8 +339,17 @@ def new_run(plan: Plan, measure_gpu: Callable[[], SpeedMeasurement]) -> RunRecor
         matrix=plan.matrix,
         plan=plan.to_json(),
         device_speed=speed,
+        command=command_line(*sys.argv),
         **environment(required_packages()),
     )
+
+
+def command_line(program: str, *arguments: str) -> str | None:
+    """Returns a process's arguments as a command to repeat, without secrets; None if they are not
+    of the suite's command."""
+    if Path(program).stem not in ("__main__", "parallelism-bench"):
+        return None
+    return redacted(shlex.join(["python", "-m", "bench", *arguments]))
 
 
 def device_speed_of(store: Store, plan: Plan) -> str | None:

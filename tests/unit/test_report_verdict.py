@@ -10,6 +10,7 @@ import pytest
 from harness.analysis.summary import cell_results
 from harness.cell.cell import Cell
 from harness.record.store import Results
+from harness.run.metrics import command_line
 from reports.groups import find_groups, headline, pareto
 from reports.names import NOT_RANKED
 from reports.run_report import ran
@@ -147,3 +148,33 @@ def test_one_trial_per_cell_gets_no_advice(tmp_path: Path) -> None:
     rows = trial_rows(Cell(strategy="ddp", devices=2), [50.0])
     rows += trial_rows(Cell(strategy="fsdp2", devices=2), [40.0])
     assert figures_of(stored(tmp_path, rows)) == [("ddp", "Fastest, Least memory")]
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("python -m bench run --matrix 'my file.yaml' --set batch=16", True),
+        ("python -m bench run --matrix smoke; rm -r x", False),
+        ("python -m bench run --matrix 'open", False),
+        ("curl x", False),
+        (None, False),
+    ],
+)
+def test_the_command_to_repeat_is_the_recorded_one_if_it_is_only_that(
+    tmp_path: Path, command: str | None, shown: bool
+) -> None:
+    """Results may be another person's, and a page's commands are made to be pasted in a shell."""
+    rows = trial_rows(Cell(strategy="a", devices=2), [1.0, 1.1])
+    results = stored(tmp_path, rows, command=command, matrix="mine")
+    text = run_text(ran(results), ["verdict"]).text
+    assert (command or "never") in text if shown else "python -m bench run --matrix mine" in text
+    assert "rm -r" not in text
+
+
+def test_a_run_records_the_command_that_started_it() -> None:
+    typed = ["--matrix", "my file.yaml", "--set", "env=HF_TOKEN=abcdef"]
+    assert command_line("/x/bench/__main__.py", "run", *typed[:2]) == (
+        "python -m bench run --matrix 'my file.yaml'"
+    )
+    assert "abcdef" not in str(command_line("/bin/parallelism-bench", "run", *typed))
+    assert command_line("train.py", "run") is None
