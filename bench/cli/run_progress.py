@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from bench.cli.terminal import duration, table
 from harness.analysis.maxsize import millions
 from harness.cell.errors import plural
+from harness.record.trial import NOT_AGAIN
 from harness.run.allocation import may_be_advised
 from harness.run.runner import ProgressListener
 
@@ -41,14 +42,18 @@ class RunProgress(ProgressListener):
         """`cells`: cell of each open trial. `is_share`: whether other processes run the rest of the
         plan. A share runs all its trials and never races."""
         self.out, self.seconds, self.total, self.done = out, seconds, len(cells), 0
-        self.expected_left = sum(seconds[cell.id] for cell in cells)
+        self.open = Counter(cell.id for cell in cells)
+        """Number of trials still to run, by cell id."""
+        self.planned = len(planned.schedule())
+        self.further, self.further_done = 0, 0
+        """Number of the added round's trials, and of those that ended."""
         self.expected_done = self.launches_took = AS_EXPECTED * self.expected_left
         self.began = self.last_end = time.monotonic()
         self.budget = planned.time_budget_seconds or math.inf
         limited = planned.time_budget_seconds is not None and not is_share
         self.races = planned.until_answered and limited
         """Whether further trials fill the time budget."""
-        self.spare = 0 if is_share else len(planned.schedule()) - planned.spare_from
+        self.spare = 0 if is_share else self.planned - planned.spare_from
         self.seconds_left = max(self.expected_left, self.budget if self.races else 0.0)
         self.current: Cell | None = None
         columns = (
@@ -63,6 +68,10 @@ class RunProgress(ProgressListener):
             else None
         )
         self.task = self.bar.add_task("starting", total=self.total, note="") if self.bar else None
+
+    @property
+    def expected_left(self) -> float:
+        return sum(self.seconds.get(cell_id, 0.0) * self.open[cell_id] for cell_id in self.open)
 
     def __enter__(self) -> RunProgress:
         if self.bar:
@@ -85,15 +94,12 @@ class RunProgress(ProgressListener):
             self.out.print(escape(what))
 
     def round_added(self, cells: Sequence[Cell], among: str) -> None:
-        # Earlier trials have ended, or are never launched because their cell failed.
-        self.total = self.done + len(cells)
-        self.expected_left = sum(self.seconds.get(cell.id, 0.0) for cell in cells)
-        if self.bar and self.task is not None:
-            self.bar.update(self.task, total=self.total)
+        self.further, self.further_done = len(cells), 0
+        self.open += Counter(cell.id for cell in cells)
         self.preparing(f"one more round: {plural(len(cells), 'trial')} of {among}")
 
     def time_is_spent(self, left_out: int) -> None:
-        self.expected_left *= 1 - left_out / max(1, self.total - self.done)
+        self.open.clear()  # Left-out trials are among the last planned ones.
         self.total -= left_out
         self.spare -= left_out
         if self.bar and self.task is not None:
@@ -116,7 +122,10 @@ class RunProgress(ProgressListener):
             self._draw(None, note)
 
     def trial_finished(self, cell: Cell, trial: TrialRecord) -> None:
-        self.done += 1
+        further = trial.position >= self.planned
+        self.done, self.further_done = self.done + (not further), self.further_done + further
+        added = f"further {self.further_done}/{self.further}" if further else ""
+        self.open[cell.id] = 0 if trial.status in NOT_AGAIN else self.open[cell.id] - 1
         self._predict(self.seconds.get(cell.id, 0.0))
         good = trial.status == "ok" or trial.expected
         if not good:
@@ -129,18 +138,20 @@ class RunProgress(ProgressListener):
             )
             text = f"{cell.name}: {rate}, parity {trial.parity_verdict}"
             self.out.print(
-                escape(f"[{self.done}/{self.total}] {text}, {duration(self.seconds_left)} left")
+                escape(
+                    f"[{added or f'{self.done}/{self.total}'}] {text},"
+                    f" {duration(self.seconds_left)} left"
+                )
             )
-        self._draw(None, f"{duration(self.seconds_left)} left")
+        self._draw(None, f"{added} {duration(self.seconds_left)} left")
 
     def _predict(self, expected: float) -> None:
         now = time.monotonic()
         self.launches_took += now - self.last_end
         self.last_end = now
         self.expected_done += expected
-        self.expected_left = max(0.0, self.expected_left - expected)
         slower = self.launches_took / self.expected_done if self.expected_done else 1.0
-        seconds, launches = slower * self.expected_left, self.total - self.done
+        seconds, launches = slower * self.expected_left, self.open.total()
         least_seconds = seconds * max(0, launches - self.spare) / max(1, launches)
         left_of_budget = self.budget - (now - self.began)
         most_seconds = left_of_budget if self.races else min(seconds, left_of_budget)

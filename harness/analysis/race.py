@@ -1,11 +1,12 @@
 """Chooses the cells that get the next trials: a race for the fastest cell of each setting.
 
-After its first trial, a cell drops out if noise cannot explain its distance from the fastest. Each
-other cell gets three trials. Further trials go to the largest undecided setting, to leaders and
-challengers drawn by their chance of being the fastest (top-two sampling: Russo, Operations Research
-68, 2020). The largest setting, and then one that is drawn, race in heats. A heat is an interleaved
-batch of trials: a few cells with the baseline, which ties the heats to each other. Its trials are
-interleaved if the machine allows.
+After its first trial, a cell drops out if noise cannot explain its distance from the fastest. The
+other cells of the headline, the setting that leads the report, get a second trial. Then leaders and
+challengers are drawn by their chance of being the fastest (top-two sampling: Russo, Operations
+Research 68, 2020). Once the headline is decided, or its share of the time is spent, the other
+settings race in the same way. A drawn setting, and always the headline, races in heats. A heat is
+an interleaved batch of trials: a few cells with the baseline, which ties the heats to each other.
+Its trials are interleaved if the machine allows.
 """
 
 from __future__ import annotations
@@ -17,14 +18,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from harness.analysis.ranking import against_best
-from harness.analysis.stats import EQUAL, LogEstimate, added_level_error, difference_error
+from harness.analysis.ranking import against_best, confident_that_beaten
+from harness.analysis.stats import (
+    CONFIDENCE,
+    EQUAL,
+    LogEstimate,
+    added_level_error,
+    difference_error,
+)
 
 FAR_BEHIND = 4.5
 """Number of standard errors behind the fastest cell at which a cell drops out."""
 MOST_TRIES = 50
-RACE_ROUNDS = 3
-"""Number of trials that each contender gets before leaders and challengers are drawn."""
+RACE_ROUNDS = 2
+"""Number of trials that each contender gets before leaders and challengers are drawn. The second is
+in a heat, whose trials tell more than further separate ones (docs/studies/statistical-power.md)."""
 GAIN_ERROR = 0.005
 """Standard error of the fastest cell's gain at which its race may end (see
 docs/studies/statistical-power.md)."""
@@ -44,21 +52,23 @@ class Entrants:
     """Estimates of the cells with the lowest peak memory, which race separately."""
 
 
-def next_heats(settings: Sequence[Entrants], chance: random.Random) -> list[tuple[str, ...]]:
-    """Returns ids of the cells of each heat; empty if nothing is open. Heats run alone or
-    together."""
-    first, *others = sorted(settings, key=lambda setting: -len(setting.speeds)) or [
-        Entrants({}, "")
-    ]
-    if heats := _first_heats(first):
+def next_heats(
+    settings: Sequence[Entrants], chance: random.Random, headline_only: bool = False
+) -> list[tuple[str, ...]]:
+    """Returns ids of the cells of each heat; empty if nothing is open. Heats run alone or together.
+    `settings`: the headline, then the others. `headline_only`: whether the others wait until the
+    headline is decided."""
+    if not settings:
+        return []
+    headline, *others = settings
+    if heats := _first_heats(headline):
         return heats
-    few: list[tuple[str, ...]] = [
-        (name,) for setting in others for name in _with_few_trials(setting)
-    ]
-    if few:
+    if headline_only and _is_open(headline):
+        return [_drawn_heat(headline, chance)]
+    if few := [(name,) for setting in others for name in _with_few_trials(setting)]:
         return few
-    undecided = [setting for setting in (first, *others) if _is_open(setting)]
-    return [_drawn_heat(undecided[0], chance)] if undecided else []
+    undecided = next(filter(_is_open, settings), None)
+    return [_drawn_heat(undecided, chance)] if undecided else []
 
 
 def _is_open(setting: Entrants) -> bool:
@@ -140,12 +150,11 @@ def contenders(cells: Mapping[str, LogEstimate]) -> set[str]:
     if not cells or any(speed.degrees <= 0 for speed in cells.values()):
         return set(cells)
     first = max(cells.values(), key=lambda speed: speed.mean)
-    bounds = against_best([*cells.values()])
     return {
         name
-        for (name, speed), bound in zip(cells.items(), bounds, strict=True)
-        if bound.may_be_best
-        or first.mean - speed.mean <= FAR_BEHIND * difference_error(first, speed)
+        for name, speed in cells.items()
+        if first.mean - speed.mean <= FAR_BEHIND * difference_error(first, speed)
+        or confident_that_beaten(speed, [o for o in cells.values() if o is not speed]) < CONFIDENCE
     }
 
 

@@ -108,16 +108,25 @@ def _planned_baseline(cells: Sequence[Cell], chosen: Choice | None = None) -> Ce
     return next(iter([*single, *ddp] if alone else [*ddp, *single]), None)
 
 
+HEADLINE_SHARE = 0.9
+"""Fraction of the time budget after which other settings race, too, though the headline is open."""
 FURTHER_SHARE = 0.25
 """If there is no time budget, extra rounds may take this fraction of the planned rounds' time."""
 
 
 def worth_launching(
-    plan: Plan, trials: Sequence[TrialRecord], baseline: Choice | None = None
+    plan: Plan,
+    trials: Sequence[TrialRecord],
+    baseline: Choice | None = None,
+    headline_only: bool = False,
 ) -> list[tuple[str, ...]]:
-    """Returns the next heats of the race by cell id; empty if nothing is open."""
+    """Returns the next heats of the race by cell id; empty if nothing is open. `headline_only`:
+    whether other settings wait until the headline is decided."""
     settings = entrants(timed(summarised(trials, baseline), plan.not_compared))
-    return next_heats(settings, random.Random(plan.order_seed + len(trials)))
+    planned = planned_headline(plan, chosen=baseline)
+    leading = {cell.id for cell in planned[0]} if planned else set()
+    settings.sort(key=lambda of: (leading.isdisjoint(of.speeds), -len(of.speeds)))
+    return next_heats(settings, random.Random(plan.order_seed + len(trials)), headline_only)
 
 
 class TimeBudget:
@@ -156,12 +165,14 @@ class TimeBudget:
     def _seconds(self, cell: Cell) -> float:
         return self.took.get(cell.id, 0.0)
 
-    def shortest_that_fit(self, seconds: Mapping[str, float]) -> set[str]:
-        """Returns ids of the shortest cells that fit the remaining time. `seconds`: by cell id."""
-        spent = self.now() - self.began
-        if self.first_rounds_seconds is None:
-            self.first_rounds_seconds = self.planned_before + spent
-        seconds_left = self._most_seconds(self.first_rounds_seconds) - spent
+    def for_headline(self) -> bool:
+        """Returns whether the headline's share of the time is not yet spent."""
+        return self.now() - self.began < HEADLINE_SHARE * self._most_seconds()
+
+    def shortest_that_fit(self, seconds: Mapping[str, float], reserved: float = 0.0) -> set[str]:
+        """Returns ids of the shortest cells that fit the remaining time. `seconds`: by cell id.
+        `reserved`: seconds of it that planned trials need."""
+        seconds_left = self._most_seconds() - (self.now() - self.began) - reserved
         shortest_first = sorted(seconds, key=seconds.__getitem__)
         until = itertools.accumulate(seconds[cell_id] for cell_id in shortest_first)
         return {
@@ -170,10 +181,12 @@ class TimeBudget:
             if end <= seconds_left
         }
 
-    def _most_seconds(self, first_rounds_seconds: float) -> float:
+    def _most_seconds(self) -> float:
         if self.plan.time_budget_seconds is not None:
             return self.plan.time_budget_seconds
         if not self.plan.until_answered:
             return math.inf
+        if self.first_rounds_seconds is None:
+            self.first_rounds_seconds = self.planned_before + self.now() - self.began
         before = self.planned_before + self.further_before
-        return (1 + FURTHER_SHARE) * first_rounds_seconds - before
+        return (1 + FURTHER_SHARE) * self.first_rounds_seconds - before

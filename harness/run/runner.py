@@ -5,9 +5,9 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from harness.analysis.race import MOST_IN_HEAT
@@ -25,7 +25,7 @@ from harness.parity.reference_runs import make_room, reference_key
 from harness.record.plan import Plan
 from harness.record.store import Store, TrialKey
 from harness.record.trial import NOT_AGAIN, SpeedMeasurement, TrialRecord
-from harness.run.allocation import TimeBudget, worth_launching
+from harness.run.allocation import TimeBudget, planned_headline, worth_launching
 from harness.run.metrics import (
     device_speed_of,
     left_out_record,
@@ -49,6 +49,9 @@ from harness.worker.spec import STEPS_IN_A_TURN
 HEAT_SECONDS = 3.0
 """Timed seconds of an interleaved trial of the race, which is part of a heat."""
 FEWEST_TURNS, MOST_TURNS = 6, 48
+RESERVED = 1.1
+"""Time that the headline's race leaves for each later planned trial, over the mean of the separate
+trials so far."""
 REPEATED = ("interrupted", "unavailable")
 """Statuses of scheduled trials that a resumed run repeats: missing nodes may be back."""
 RANK_BYTES = 400 * 2**20
@@ -151,17 +154,18 @@ class Runner:
                     left_out_record(self.plan.run_id, left.cell, left.status, left.reason)
                 )
         self._budget = TimeBudget(self.plan, self.now, self.store.ended_trials(self.plan.run_id))
-        pending = self.open_trials() or self.plan_extra_round(listener)
-        if not pending:
+        wanted = [trial.cell for trial in self.open_trials()]
+        batches = self._batches(listener)
+        if not (pending := next(batches, [])):
             return True
-        wanted = [trial.cell for trial in pending]
         with contextlib.ExitStack() as resources:
-            launcher = self.start(wanted)
+            resources.callback(self._end_heats)
+            launcher = self.start(wanted or [trial.cell for trial in pending])
             references: dict[str, Reference] = {}
 
             def launch(group: Sequence[PendingTrial]) -> list[TrialRecord]:
                 if group and group[0].interleaved:
-                    heats = self._launcher_of_heats(launcher, pending, resources, listener)
+                    heats = self._launcher_of_heats(launcher, pending, listener)
                     steps = self._steps_of_heat([trial.cell for trial in group])
                     return self._interleaved(
                         heats, launcher, group, references, listener.step, steps
@@ -175,41 +179,70 @@ class Runner:
 
             while pending:
                 # In a resumed run, a further round may need references that no open trial did.
-                cells = [trial.cell for trial in pending]
-                missing = [cell for cell in cells if reference_key(cell) not in references]
+                wanted += [trial.cell for trial in pending]
+                missing = [cell for cell in wanted if reference_key(cell) not in references]
+                wanted = []
                 if missing:
                     references |= self._references.of(launcher, missing, listener.preparing)
                 if not self._trials(launch, pending, listener):
                     return False
-                pending = self.plan_extra_round(listener)
+                pending = next(batches, [])
         return True
+
+    def _batches(self, listener: ProgressListener) -> Iterator[list[PendingTrial]]:
+        """Yields the headline's planned trials and its race, then the other planned trials and the
+        race of all settings. Without a time budget, or if it may drop planned trials, all planned
+        trials come first."""
+        first, others = self.open_trials(), list[PendingTrial]()
+        may_wait = self.plan.until_answered and self.plan.time_budget_seconds is not None
+        found = planned_headline(self.plan, chosen=self.baseline)
+        if found and may_wait and self.share[1] == 1 and self.plan.spare_from == self._planned:
+            headline = {cell.id for cell in found[0]}
+            others = [trial for trial in first if trial.cell.id not in headline]
+            first = [trial for trial in first if trial.cell.id in headline]
+        for planned, later in ((first, others), (others, [])):
+            pending = planned or self.plan_extra_round(listener, later)
+            while pending:
+                yield pending
+                pending = self.plan_extra_round(listener, later)
+            self._end_heats()  # Its processes would take memory from the planned trials.
+
+    @functools.cached_property
+    def _planned(self) -> int:
+        return len(self.plan.schedule())
 
     def _launcher_of_heats(
         self,
         launcher: LauncherProtocol,
         pending: Sequence[PendingTrial],
-        resources: contextlib.ExitStack,
         listener: ProgressListener,
     ) -> InterleavedLauncher:
-        """Returns the launcher of heats (interleaved batches of trials), started for the first heat
-        and closed with `resources`."""
+        """Returns the launcher of heats (interleaved batches of trials), started if necessary."""
         if self._heats is None:
             listener.preparing("importing packages for trials that train interleaved")
             racing = packages([trial.cell for trial in pending])
             self._heats = InterleavedLauncher(racing, min(MOST_IN_HEAT, len(self.cells)))
-            resources.enter_context(contextlib.closing(self._heats))
         for pid in self._heats.pids:
             launcher.ignore_pid(pid)
         return self._heats
 
-    def plan_extra_round(self, listener: ProgressListener) -> list[PendingTrial]:
-        """Returns the trials that `worth_launching` chooses and for which there is time."""
+    def _end_heats(self) -> None:
+        if self._heats is not None:
+            self._heats.close()
+            self._heats = None
+
+    def plan_extra_round(
+        self, listener: ProgressListener, later: Sequence[PendingTrial] = ()
+    ) -> list[PendingTrial]:
+        """Returns the trials that `worth_launching` chooses and for which there is time. `later`:
+        planned trials of other settings than the headline, for which time is reserved."""
         if not self.plan.until_answered or self.share[1] > 1:
             return []  # One share of the cells cannot show which cell is fastest.
         if self._recorded is None:
             trials = self.store.load([self.plan.run_id], steps=False).trials
             self._recorded = TrialRecord.from_frame(trials)
-        chosen = worth_launching(self.plan, self._recorded, self.baseline)
+        headline_only = bool(later) or self._budget.for_headline()
+        chosen = worth_launching(self.plan, self._recorded, self.baseline, headline_only)
         by_id = {cell.id: cell for cell in self.cells}
         heats = [[by_id[name] for name in heat] for heat in chosen]
         wanted = list(dict.fromkeys(cell.id for heat in heats for cell in heat))
@@ -221,7 +254,9 @@ class Runner:
         in_heats = {cell.id for group in groups for cell in group}
         groups += [[by_id[name]] for name in wanted if name not in in_heats]
         seconds = {str(at): self._group_seconds(group, number) for at, group in enumerate(groups)}
-        fitting = self._budget.shortest_that_fit(seconds)
+        took = [t.wall_seconds for t in self._recorded if t.wall_seconds and not t.turn_began]
+        reserved = RESERVED * len(later) * fmean(took) if took else 0.0
+        fitting = self._budget.shortest_that_fit(seconds, reserved)
         launched = [group for at, group in enumerate(groups) if str(at) in fitting]
         if not launched:
             return []
@@ -237,7 +272,7 @@ class Runner:
             for at, cells in enumerate(rounds)
             for cell in self.plan.shuffled(cells, number + at)
         ]
-        position = max(trial.position for trial in self._recorded) + 1
+        position = max(self._planned, *(trial.position + 1 for trial in self._recorded))
         return [PendingTrial(position + at, *trial) for at, trial in enumerate(numbered)]
 
     def _may_interleave(self, cells: Sequence[Cell]) -> bool:
@@ -331,8 +366,7 @@ class Runner:
         if cell.id in self._given_up and key.trial > 0:
             return False
         # Further rounds fit the time budget.
-        planned = self._recorded is None
-        if planned and self.share[1] == 1:
+        if position < self._planned and self.share[1] == 1:
             still_planned = (
                 other.cell
                 for other in pending

@@ -54,7 +54,8 @@ def test_a_plan_without_a_baseline_repeats_and_races(tmp_path: Path) -> None:
         for cell in plan.cells
         for trial in range(2)
     ]
-    assert set().union(*worth_launching(plan, trials)) == {cell.id for cell in plan.cells}
+    (heat,) = worth_launching(plan, trials)
+    assert 1 < len(heat) <= len(plan.cells)
 
 
 @pytest.mark.parametrize(("pattern", "expected"), [("", "ddp"), ("fsdp2", "fsdp2")])

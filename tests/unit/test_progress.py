@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,8 +18,8 @@ from tests.unit.stored_trials import trial_row
 CELLS = (Cell(strategy="single"), Cell(strategy="ddp", devices=2))
 
 
-def trial_of(cell: Cell) -> TrialRecord:
-    return TrialRecord(**trial_row(cell))
+def trial_of(cell: Cell, trial: int = 0, **columns: Any) -> TrialRecord:
+    return TrialRecord(**trial_row(cell, trial, **columns))
 
 
 def test_one_slow_launch_does_not_multiply_the_remaining_time(
@@ -53,16 +54,13 @@ def test_launches_twice_as_long_double_the_remaining_time(
     out = Console(file=io.StringIO())
     with RunProgress(out, plan, {cell.id: 10.0 for cell in CELLS}, CELLS * 500) as shown:
         for number in range(900):
-            shown.trial_started(CELLS[0], number, number)
+            cell = CELLS[number % 2]
+            shown.trial_started(cell, number, number)
             now += 20.0
-            shown.trial_finished(CELLS[0], trial_of(CELLS[0]))
+            shown.trial_finished(cell, trial_of(cell))
         assert shown.seconds_left == pytest.approx(2000, rel=0.06)
-        shown.spare = 50
-        shown.time_is_spent(50)
-        shown.trial_started(CELLS[0], 900, 900)
-        now += 20.0
-        shown.trial_finished(CELLS[0], trial_of(CELLS[0]))
-        assert shown.seconds_left == pytest.approx(49 * 20, rel=0.06)
+        shown.time_is_spent(100)
+        assert (shown.done, shown.total, shown.expected_left) == (900, 900, 0)
 
 
 def test_a_share_takes_as_long_as_its_own_trials() -> None:
@@ -74,14 +72,21 @@ def test_a_share_takes_as_long_as_its_own_trials() -> None:
     assert RunProgress(out, plan, seconds, CELLS[1:], is_share=True).seconds_left == 30
 
 
-def test_a_further_round_forgets_trials_that_were_not_launched() -> None:
-    """The first cell fails, so two of its three trials are never launched."""
-    plan = Plan("run-1", "test", CELLS, 3)
+def test_further_trials_count_apart_from_the_planned_ones() -> None:
+    """The first cell runs out of memory, so two of its three trials are never launched. The round
+    comes before the second cell's planned trials."""
     first, second = CELLS
-    out = Console(file=io.StringIO())
-    shown = RunProgress(out, plan, {cell.id: 10.0 for cell in CELLS}, [first] * 3)
-    shown.trial_finished(first, trial_of(first))
+    plan = Plan("run-1", "test", CELLS, 3)
+    text = io.StringIO()
+    out = Console(file=text, width=200)
+    shown = RunProgress(out, plan, {cell.id: 10.0 for cell in CELLS}, [first] * 3 + [second] * 3)
+    shown.trial_finished(first, trial_of(first, status="out_of_memory"))
+    assert shown.expected_left == 30
     shown.round_added([second], "one cell")
-    assert (shown.total, shown.expected_left) == (2, 10)
-    shown.trial_finished(second, trial_of(second))
-    assert (shown.done, shown.seconds_left) == (2, 0)
+    assert (shown.total, shown.expected_left) == (6, 40)
+    shown.trial_finished(second, trial_of(second, 7, position=6))
+    for trial in range(3):
+        shown.trial_finished(second, trial_of(second, trial, position=trial + 3))
+    assert (shown.done, shown.seconds_left) == (4, 0)
+    counts = [line.partition("]")[0] for line in text.getvalue().splitlines() if line[0] == "["]
+    assert counts == ["[further 1/1", "[2/6", "[3/6", "[4/6"]

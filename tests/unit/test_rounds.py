@@ -265,6 +265,39 @@ def test_a_resumed_race_fetches_references_of_other_cells(
     assert fetched == [{"gpt2-nano"}, {"llama-nano"}]
 
 
+def test_other_settings_wait_until_the_headline_has_raced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each trial takes 2 s of 30 s. 2.2 s are reserved for each of the other settings' trials."""
+    options = [{}, {"static_graph": True}, {"bucket_cap_mb": 1}]
+    headline, other = (
+        [Cell(strategy="ddp", devices=2, workload=workload, options=own) for own in options[:count]]
+        for workload, count in (("llama-nano", 3), ("gpt2-nano", 2))
+    )
+    cells = (*headline, *other)
+    plan = Plan("run-1", "test", cells, 1, (), 7, until_answered=True, time_budget_seconds=30.0)
+    store = Store(tmp_path)
+    store.write_run(RunRecord(**one_cell_run()))
+    launched: list[tuple[Cell, int]] = []
+    runner = without_processes(monkeypatch, store, plan, launched, lambda: 2.0 * len(launched))
+    record = runner.run_trial
+
+    def noisy(launcher: Any, cell: Cell, key: TrialKey, at: int, *rest: Any) -> TrialRecord:
+        positions.append(at)
+        rate = 10.0 + 0.1 * (7 * len(launched) % 5)
+        return replace(record(launcher, cell, key, at, *rest), samples_per_second=rate, position=at)
+
+    positions: list[int] = []
+    monkeypatch.setattr(runner, "run_trial", noisy)
+    assert runner.run(Recorder())
+    workloads = [cell.workload for cell, _ in launched]
+    first_other = workloads.index("gpt2-nano")
+    assert first_other == 12, "25.6 of 30 s: one more heat does not fit"
+    assert workloads[first_other : first_other + 2] == ["gpt2-nano"] * 2
+    assert sorted(positions) == [*range(len(launched))], "each position is used once"
+    assert [at for at in positions if at < len(cells)] == positions[:3] + positions[12:14]
+
+
 def test_a_race_drops_what_is_far_behind_and_asks_leaders_again() -> None:
     near = {str(number): LogEstimate(-0.01 * number, 0.02, 20, 3) for number in range(4)}
     far = {"far": LogEstimate(-0.5, 0.02, 20, 3)}
@@ -283,27 +316,29 @@ def test_a_race_drops_what_is_far_behind_and_asks_leaders_again() -> None:
     assert top_two(apart, chance) == ("a",)
 
 
-def test_contenders_get_three_trials_then_the_largest_setting_races() -> None:
+def test_the_headline_races_first() -> None:
     def cells(trials: int, prefix: str, number: int) -> dict[str, LogEstimate]:
         return {f"{prefix}{i}": LogEstimate(-0.001 * i, 0.02, 20, trials) for i in range(number)}
 
     far = {"far": LogEstimate(-0.5, 0.02, 20, 1)}
-    small = Entrants(cells(3, "s", 2), "s0")
+    small = Entrants(cells(2, "s", 2), "s0")
     chance = random.Random(1)
     new = Entrants(cells(1, "n", 5) | far, "n0")
-    assert next_heats([small, new], chance) == [("n0", "n1", "n2", "n3"), ("n0", "n4")]
+    assert next_heats([new, small], chance) == [("n0", "n1", "n2", "n3"), ("n0", "n4")]
     minor = Entrants(cells(1, "k", 2), "k0")
-    assert next_heats([Entrants(cells(3, "l", 3), "l0"), minor], chance) == [("k0",), ("k1",)]
-    frugal = Entrants(cells(3, "m", 2) | far, "m0", far)
-    assert next_heats([small, frugal], chance) == [("m0", "far")], "it may need the least memory"
-    large = Entrants(cells(3, "l", 9) | far, "l1")
-    (drawn,) = next_heats([small, large], chance)
-    assert drawn[0] == "l1"
-    assert 1 < len(drawn) == len(set(drawn)) <= MOST_IN_HEAT
-    assert set(drawn) <= large.speeds.keys() - {"far"}
-    known = {"a": LogEstimate(0.0, 1e-4, 20, 3), "b": LogEstimate(-1.0, 1e-4, 20, 3)}
-    assert next_heats([Entrants(known, "b")], chance) == []
-    vague = {"a": LogEstimate(0.0, 0.02, 20, 3), "b": LogEstimate(-1.0, 0.02, 20, 1)}
+    open_ = Entrants(cells(2, "l", 9) | far, "l1")
+    assert next_heats([open_, minor], chance) == [("k0",), ("k1",)]
+    for settings, headline_only in (([open_, minor], True), ([open_, small], False)):
+        (drawn,) = next_heats(settings, chance, headline_only)
+        assert drawn[0] == "l1"
+        assert 1 < len(drawn) == len(set(drawn)) <= MOST_IN_HEAT
+        assert set(drawn) <= open_.speeds.keys() - {"far"}
+    frugal = Entrants(cells(2, "m", 2) | far, "m0", far)
+    assert next_heats([frugal, small], chance) == [("m0", "far")], "it may need the least memory"
+    decided = {"a": LogEstimate(0.0, 1e-4, 20, 2), "b": LogEstimate(-1.0, 1e-4, 20, 2)}
+    assert next_heats([Entrants(decided, "b")], chance) == []
+    assert next_heats([Entrants(decided, "b"), minor], chance, True) == [("k0",), ("k1",)]
+    vague = {"a": LogEstimate(0.0, 0.02, 20, 2), "b": LogEstimate(-1.0, 0.02, 20, 1)}
     assert next_heats([Entrants(vague, "b")], chance) == [("b", "a")], "its gain is not known"
     assert next_heats([Entrants(far, "far")], chance) == [], "there is nothing to choose"
     assert next_heats([], chance) == []
