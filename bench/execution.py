@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,8 @@ from bench.matrix import Host, host_of
 from bench.planning import kept_or_new_plan
 from bench.run_options import CommandOptions
 from bench.select import baseline_choice
-from harness.analysis.ranking import Choice, Precision, precision
-from harness.analysis.setting import timed
+from harness.analysis.ranking import Choice
+from harness.analysis.selection import spread_between_runs
 from harness.cell.cell import Cell
 from harness.cell.errors import UsageError
 from harness.links.emulated import over_links
@@ -23,7 +24,7 @@ from harness.record.files import VERSION
 from harness.record.plan import Plan, kept_plan
 from harness.record.run_record import ConclusionRecord
 from harness.record.store import Store, sole_writer
-from harness.run.expected import References, expected_seconds, references_of
+from harness.run.expected import MOST_RUNS, References, expected_seconds, references_of
 from harness.run.runner import ProgressListener, Runner
 from reports.run_report import RunReport, ran
 
@@ -178,36 +179,35 @@ def _launchers(
         nodes.close()
 
 
-def conclude(
-    store: Store, ended: Ended, baseline: Choice | None
-) -> tuple[RunReport | None, Precision | None]:
-    """Records a run's conclusion. Returns its report, which is None if nothing was recorded, and
-    its precision."""
+def conclude(store: Store, ended: Ended, baseline: Choice | None) -> RunReport | None:
+    """Records a run's conclusion. Returns its report; None if nothing was recorded."""
     plan = ended.plan
     store.gather(plan.run_id)
     loaded = store.load([plan.run_id], steps=False)
     if loaded.trials.empty:
-        return None, None
+        return None
     report = ran(loaded, baseline)
-    achieved = precision(timed(report.cells, plan.not_compared))
     if ended.all_recorded:
-        store.write_conclusion(_conclusion(report, achieved, ended.wall_seconds))
-    return report, achieved
+        store.write_conclusion(_conclusion(report, store, ended.wall_seconds))
+        loaded = store.load([plan.run_id], steps=False)
+    return dataclasses.replace(report, results=loaded)
 
 
-def _conclusion(
-    report: RunReport, achieved: Precision | None, wall_seconds: float
-) -> ConclusionRecord:
-    use = report.advised.advice[0] if report.advised else None
+def _conclusion(report: RunReport, store: Store, wall_seconds: float) -> ConclusionRecord:
+    advised, between_runs = report.advised, ""
+    use = advised.advice[0] if advised else None
+    newest = store.run_ids()[-MOST_RUNS:]
+    if advised and advised.rival and advised.baseline and len(newest) > 1:
+        loaded = store.load(newest, steps=False)
+        between_runs = spread_between_runs(advised.rival, advised.baseline, loaded)
     return ConclusionRecord(
         schema_version=VERSION,
         run_id=report.run_id,
         concluded_at=datetime.now(timezone.utc),
         wall_seconds=wall_seconds,
         trials=len(report.results.trials),
-        compared_cells=achieved.cells if achieved else 0,
-        half_width_median=achieved.median if achieved else None,
-        half_width_nine_in_ten=achieved.nine_in_ten if achieved else None,
+        half_width=advised.precision if advised else None,
         advised_cell_id=use.cell.cell_id if use else None,
         advice=use.sentence if use else None,
+        between_runs=between_runs,
     )

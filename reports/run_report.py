@@ -83,6 +83,13 @@ class RunReport:
         """Advice for the leading group; None if there is nothing to choose."""
         return self.leading.advised if self.leading else None
 
+    @property
+    def between_runs(self) -> str:
+        """Gain of the advised cell in several runs, as seen when this one ended. Empty if it is
+        known from this run alone."""
+        sentences = self.results.conclusions["between_runs"].tolist()
+        return sentences[-1] if sentences else ""
+
     @functools.cached_property
     def profiled(self) -> list[StepProfile]:
         profiles = [] if is_search(self.run) else self.profiles

@@ -78,7 +78,7 @@ def verdict_blocks(report: RunReport) -> ui.Blocks:
         nothing = "nothing ranked" if report.cells else "nothing recorded"
         return [ui.Paragraph(prose(nothing), "lead")]
     group = report.leading
-    blocks = _lead(group)
+    blocks = _lead(group, report.between_runs)
     if len(group.rows) == 1:
         blocks.append(ui.Paragraph(prose("nothing to compare"), "caution"))
     elif group.real and (why := why_no_advice(group.rows)):
@@ -173,7 +173,7 @@ def _largest_verdict(report: RunReport) -> ui.Blocks:
     ]
 
 
-def _lead(group: Group) -> ui.Blocks:
+def _lead(group: Group, between_runs: str) -> ui.Blocks:
     workload = data(group.workload, "strong")
     title = prose("training", workload=workload, details=group.details)
     advised = group.advised
@@ -191,7 +191,7 @@ def _lead(group: Group) -> ui.Blocks:
     for advice in advised.advice:
         name = cell_name(advice.cell, place=False)
         items.append([strong(advice.role), " ", *name, ". ", data(advice.explanation)])
-    more = {"Why": advised.reason, "Caveat": advised.caveat}
+    more = {"Between runs": between_runs, "Why": advised.reason, "Caveat": advised.caveat}
     items[1:1] = [
         [strong(f"{what}:"), " ", data(f"{text}.")] for what, text in more.items() if text
     ]

@@ -18,7 +18,7 @@ from bench.cli.run_progress import (
 from bench.execution import Ended, Prepared, conclude, execute, prepare
 from bench.run_options import CommandOptions
 from harness.analysis.answer import what_more_would_buy, why_no_advice, why_no_more_trials
-from harness.analysis.ranking import Choice, Precision
+from harness.analysis.ranking import Choice
 from harness.analysis.setting import timed
 from harness.record.plan import Plan
 from harness.record.store import Store
@@ -80,30 +80,28 @@ def _show_dry_run(
 def show_end(store: Store, ended: Ended, baseline: Choice | None, options: CommandOptions) -> int:
     """Prints the results; writes the report; returns the exit code."""
     console = terminal.console(quiet=options.json_output)
-    plan, (report, achieved) = ended.plan, conclude(store, ended, baseline)
+    plan, report = ended.plan, conclude(store, ended, baseline)
     if report is None:
         console.print("nothing was recorded")
         return 0 if ended.finished else 130
     terminal.ranking(console, report.cells)
-    _say_answer(console, plan, report, achieved)
+    _say_answer(console, plan, report)
     page = None
     if options.report and ended.all_recorded:
         path = Path("reports") / "html" / f"{plan.run_id}.html"
         page = write_report(report.results, path, "python -m bench report --out FILE", baseline)
     terminal.paths(console, store, plan, page, ended.finished)
     if options.json_output:
-        print(json.dumps(_as_json(store, page, report, achieved)))
+        print(json.dumps(_as_json(store, page, report)))
     if not ended.finished:
         return 130
     fine = all(c.status in NOT_LAUNCHED or c.ranked or c.expected for c in report.cells)
     return 0 if fine else 1
 
 
-def _say_answer(
-    console: Console, plan: Plan, report: RunReport, achieved: Precision | None
-) -> None:
+def _say_answer(console: Console, plan: Plan, report: RunReport) -> None:
     if report.leading and report.advised:
-        terminal.advice(console, report.advised, report.leading.full_title)
+        terminal.advice(console, report.advised, report.leading.full_title, report.between_runs)
     elif report.leading:
         console.print(f"no advice: {why_no_advice(report.leading.rows)}", highlight=False)
     measured = timed(report.cells, plan.not_compared)
@@ -111,13 +109,11 @@ def _say_answer(
         console.print(f"{more} (--time-budget)", highlight=False)
     if coarse := why_no_more_trials(measured):
         console.print(coarse, highlight=False)
-    if achieved:
-        console.print(achieved.sentence, highlight=False)
+    if report.advised and report.advised.known_to:
+        console.print(report.advised.known_to, highlight=False)
 
 
-def _as_json(
-    store: Store, page: Path | None, report: RunReport, achieved: Precision | None
-) -> dict[str, object]:
+def _as_json(store: Store, page: Path | None, report: RunReport) -> dict[str, object]:
     columns = (
         "cell_id",
         "cell_name",
@@ -131,7 +127,8 @@ def _as_json(
         "run_id": report.run_id,
         "results": str(store.folder),
         "report": page and str(page),
-        "precision": achieved and dataclasses.asdict(achieved),
+        "precision": report.advised and report.advised.precision,
+        "between_runs": report.between_runs,
         "answer": [
             {"role": a.role, "cell_id": a.cell.cell_id, "sentence": a.sentence}
             for a in (report.advised.advice if report.advised else ())

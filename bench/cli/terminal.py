@@ -216,11 +216,14 @@ def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
     return ranked
 
 
-def advice(out: Console, answer: Answer, where: str) -> None:
-    """Prints the answer. `where`: what was trained, on what."""
+def advice(out: Console, answer: Answer, where: str, between_runs: str) -> None:
+    """Prints the answer. `where`: what was trained, on what. `between_runs`: the gain in several
+    runs; empty if it is known from this run alone."""
     out.print(f"[bold]Which strategy?[/bold] {escape(where)}", highlight=False)
     for choice in answer.advice:
         out.print(f"[bold]{choice.role}[/bold] {escape(choice.sentence)}", highlight=False)
+    if between_runs:
+        out.print(f"[bold]Between runs[/bold] {escape(between_runs)}", highlight=False)
     if answer.reason:
         out.print(f"[bold]Why[/bold] {escape(answer.reason)}", highlight=False)
     if answer.caveat:

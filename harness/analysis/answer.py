@@ -14,7 +14,6 @@ from harness.analysis.ranking import (
     gains,
     half_widths,
     may_be_fastest,
-    precision,
 )
 from harness.analysis.setting import by_setting, grouped
 from harness.analysis.stats import CONFIDENCE, EQUAL, Comparison, LogEstimate, ratio
@@ -53,6 +52,28 @@ class Answer:
     """Recommended unless another cell is known to beat it."""
     reason: str = ""
     """Likely reason for the gain."""
+
+    @property
+    def rival(self) -> CellResult | None:
+        """Cell whose gain over the baseline matters: the recommended one or, if that is the
+        baseline, the fastest other that may be as fast."""
+        others = (self.advice[0].cell, *self.may_be_fastest)
+        return next((cell for cell in others if cell is not self.baseline and cell.gain), None)
+
+    @property
+    def precision(self) -> float | None:
+        """Relative half width of the 95% interval of the rival's gain; None without an interval."""
+        return self.rival.gain.precision if self.rival and self.rival.gain else None
+
+    @property
+    def known_to(self) -> str:
+        """States the precision; empty without an interval."""
+        if self.rival is None or self.baseline is None or self.precision is None:
+            return ""
+        return (
+            f"throughput of {self.rival.cell.label} relative to {self.baseline.cell.label} is known"
+            f" to within ±{self.precision:.1%} (half of the 95% interval)"
+        )
 
     @property
     def caveat(self) -> str:
@@ -442,10 +463,9 @@ def _use(
     count, equal = plural(len(others), "other"), _equal(ties)
     how = f"{'is' if len(others) == 1 else 'are'} as fast within {EQUAL:.0%}"
     sentences.append(f"{count} {how if equal else 'may be as fast'}: {named(others)}.")
-    if cell is baseline and not equal and (resolution := precision(others)):
-        sentences.append(
-            f"Differences below {resolution.median:.1%} cannot be resolved by this run."
-        )
+    gain = others[0].gain
+    if cell is baseline and not equal and gain and (resolution := gain.precision):
+        sentences.append(f"Differences below {resolution:.1%} cannot be resolved by this run.")
     return " ".join(sentences)
 
 

@@ -65,8 +65,8 @@ def next_heats(
         return heats
     if headline_only and _is_open(headline):
         return [_drawn_heat(headline, chance)]
-    if few := [(name,) for setting in others for name in _with_few_trials(setting)]:
-        return few
+    if few := [name for setting in others for name in _with_few_trials(setting)]:
+        return [(name,) for name in few]
     undecided = next(filter(_is_open, settings), None)
     return [_drawn_heat(undecided, chance)] if undecided else []
 

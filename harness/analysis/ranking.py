@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -33,11 +32,9 @@ from harness.analysis.stats import (
     between_runs,
     comparison,
     efficiency,
-    percentile,
     ratio,
 )
 from harness.cell.cell import BASELINE, TECHNIQUES, Cell
-from harness.cell.errors import plural
 
 _NODES = 64
 
@@ -210,37 +207,6 @@ def fairly_timed(cells: Sequence[Result]) -> Sequence[Result]:
     """Returns cells without stand-ins and with a core per rank; ignores what no cell meets."""
     genuine = of_real_things(cells)
     return [cell for cell in genuine if not cell.placement.oversubscribed] or genuine
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Relative half widths of the joint 95% intervals of throughput over the baseline's."""
-
-    cells: int
-    median: float
-    nine_in_ten: float
-
-    @property
-    def sentence(self) -> str:
-        return (
-            f"throughput relative to the baseline is known to within {self.median:.1%} (half of the"
-            f" joint 95% interval, median of {plural(self.cells, 'cell')}; nine in ten:"
-            f" {self.nine_in_ten:.1%})"
-        )
-
-
-def precision(cells: Sequence[CellResult]) -> Precision | None:
-    """Returns the precision over verified cells with a baseline and a core per rank."""
-    widths = [
-        width
-        for cell in cells
-        if not cell.placement.oversubscribed
-        and cell.gain
-        and (width := cell.gain.precision) is not None
-    ]
-    if not widths:
-        return None
-    return Precision(len(widths), statistics.median(widths), percentile(widths, 0.9))
 
 
 Choice: TypeAlias = Callable[[Cell], bool]

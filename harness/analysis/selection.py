@@ -169,6 +169,28 @@ def measured(results: Results) -> list[MeasuredCell]:
     ]
 
 
+def spread_between_runs(cell: CellResult, baseline: CellResult, results: Results) -> str:
+    """Returns the range of a cell's gain in the runs that measured it and the baseline, as a
+    sentence; empty for fewer than two runs."""
+    wanted = {cell.cell_id, baseline.cell_id}
+    trials = results.trials.groupby("run_id").filter(lambda run: wanted <= set(run["cell_id"]))
+    runs = results.runs[results.runs["run_id"].isin(trials["run_id"])]
+    by_run: dict[str, dict[str, MeasuredCell]] = {}
+    for found in measured(dataclasses.replace(results, runs=runs, trials=trials)):
+        if found.cell_id in wanted and found.speed:
+            by_run.setdefault(found.run_id, {})[found.cell_id] = found
+    pairs = [(of[cell.cell_id], of[baseline.cell_id]) for of in by_run.values() if len(of) == 2]
+    if len(pairs) < 2:
+        return ""
+    gains = [(first.speed or 0.0) / (second.speed or 1.0) - 1 for first, second in pairs]
+    low, high = (f"{100 * gain:.1f}".replace("-", "−") for gain in (min(gains), max(gains)))
+    processors = {(first.hardware.cpu_model, first.hardware.gpus) for first, _ in pairs}
+    return (
+        f"in {plural(len(pairs), 'run')} on {plural(len(processors), 'processor')},"
+        f" {cell.cell.label} was {low} to {high}% faster than {baseline.cell.label}"
+    )
+
+
 def is_search(run: RunRecord) -> bool:
     return "search" in json.loads(run.plan)
 

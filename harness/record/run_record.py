@@ -73,17 +73,17 @@ class ConclusionRecord(Record):
     """time from the command's start to its last trial or profile; for a resumed run, of the last
     command"""
     trials: Int32
-    compared_cells: Int32 = 0
-    """number of verified cells that have a core per rank and an interval over a baseline"""
-    half_width_median: float | None = None
-    """median relative half width of the 95% intervals of throughput over the baseline's; null
-    without intervals"""
-    half_width_nine_in_ten: float | None = None
-    """90th percentile of these half widths"""
+    half_width: float | None = None
+    """relative half width of the 95% interval of throughput over the baseline's: of the cell to use
+    or, if that is the baseline, of the fastest other that may be as fast; null without an
+    interval"""
     advised_cell_id: str | None = None
     """cell to use; null if none can be advised"""
     advice: str | None = None
     """advice as a sentence"""
+    between_runs: str = ""
+    """that cell's throughput over the baseline's in several runs of the results folder, as a
+    sentence; empty if only this run has both cells"""
 
 
 @dataclass(frozen=True, kw_only=True)

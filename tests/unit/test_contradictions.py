@@ -153,7 +153,7 @@ def outputs(results: Results) -> Outputs:
     for report in reports_of(results):
         terminal.ranking(out, report.cells)
         if report.leading and report.advised:
-            terminal.advice(out, report.advised, report.leading.full_title)
+            terminal.advice(out, report.advised, report.leading.full_title, "")
     assert isinstance(out.file, io.StringIO)
     told = out.file.getvalue()
     page, text, records, lines = (

@@ -269,7 +269,7 @@ def test_other_settings_wait_until_the_headline_has_raced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each trial takes 2 s of 30 s. 2.2 s are reserved for each of the other settings' trials."""
-    options = [{}, {"static_graph": True}, {"bucket_cap_mb": 1}]
+    options: list[dict[str, Any]] = [{}, {"static_graph": True}, {"bucket_cap_mb": 1}]
     headline, other = (
         [Cell(strategy="ddp", devices=2, workload=workload, options=own) for own in options[:count]]
         for workload, count in (("llama-nano", 3), ("gpt2-nano", 2))

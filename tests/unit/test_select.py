@@ -21,14 +21,14 @@ from bench.select import (
     split_options,
     with_options,
 )
-from harness.analysis.selection import measured
+from harness.analysis.selection import measured, spread_between_runs
 from harness.cell.cell import Cell
 from harness.cell.errors import DamagedFileWarning, NoRuns, UsageError
 from harness.record.plan import Plan, resumable
 from harness.record.run_record import RunRecord
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
-from tests.unit.made_results import run_row, trial_rows
+from tests.unit.made_results import rows_of, run_row, trial_rows
 
 PLAIN = Cell(strategy="ddp", devices=2)
 STATIC = Cell(strategy="ddp", devices=2, options={"static_graph": True})
@@ -144,3 +144,19 @@ def test_a_named_run_with_a_damaged_file_is_not_the_newest(store: Store) -> None
     file.write_bytes(file.read_bytes()[:200] + b"PAR1")
     with pytest.warns(DamagedFileWarning, match="1st"):
         assert find_run(store, "latest") == "20260102T000000-bbbb"
+
+
+def test_the_spread_between_runs_covers_every_run_that_has_both_cells(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    kept = {"a": (11.0, "Xeon"), "b": (10.5, "Xeon"), "c": (9.0, "EPYC"), "d": (None, "other")}
+    for run_id, (rate, model) in kept.items():
+        store.write_run(RunRecord(**run_row(run_id=run_id, cpu_model=model)))
+        rows = trial_rows(SHARDED, [rate], run_id=run_id) if rate else []
+        for row in [*rows, *trial_rows(PLAIN, [10.0], run_id=run_id)]:
+            store.write_trial(TrialRecord(**row))
+    both = rows_of(store.load(["a"]))
+    sharded, plain = (both[f"{cell.label} {cell.workload}"] for cell in (SHARDED, PLAIN))
+    assert spread_between_runs(sharded, plain, store.load()) == (
+        "in 3 runs on 2 processors, fsdp2 was −10.0 to 10.0% faster than ddp"
+    )
+    assert not spread_between_runs(sharded, plain, store.load(["a", "d"]))

@@ -183,9 +183,6 @@ def test_conclusions_at_the_same_moment_are_both_kept(tmp_path: Path) -> None:
         concluded_at=datetime(2026, 1, 2, tzinfo=timezone.utc),
         wall_seconds=1.0,
         trials=4,
-        compared_cells=0,
-        half_width_median=None,
-        half_width_nine_in_ten=None,
         advised_cell_id=None,
         advice=None,
     )
