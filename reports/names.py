@@ -141,7 +141,7 @@ def workload_name(cell: CellResult) -> list[ui.Inline]:
 
 def _noise(cell: CellResult) -> list[ui.Inline]:
     said = disturbance(cell)
-    return [ui.Span(DISTURBED, tip=f"{said} of its trials")] if said else []
+    return [ui.Span(DISTURBED, tip=said)] if said else []
 
 
 def flags(cell: CellResult) -> list[tuple[str, str]]:
@@ -154,8 +154,7 @@ def flags(cell: CellResult) -> list[tuple[str, str]]:
             ("oversubscribed", "more ranks than cores: its times say nothing about real hardware")
         )
     if cell.disturbance.trials:
-        how_often = f"{disturbance(cell)} of {plural(cell.trials, 'trial')}"
-        cautions.append((f"{DISTURBED} disturbed", how_often + gpu_findings(cell)))
+        cautions.append((f"{DISTURBED} disturbed", disturbance(cell) + gpu_findings(cell)))
     if cell.speed.drifts:
         change = f"step time still changed by {percent(cell.speed.trend)} during the timed steps"
         cautions.append(("trend", f"warm-up was too short: {change}"))
@@ -171,9 +170,8 @@ def flags(cell: CellResult) -> list[tuple[str, str]]:
 
 
 def disturbance(cell: CellResult) -> str:
-    return "; ".join(
-        f"{CAUSES[cause]} {count}" for cause, count in cell.disturbance.by_cause.items()
-    )
+    by_cause, trials = cell.disturbance.by_cause, plural(cell.trials, "trial")
+    return "; ".join(f"{CAUSES[cause]} {count} of {trials}" for cause, count in by_cause.items())
 
 
 def gpu_findings(cell: CellResult) -> str:

@@ -180,7 +180,7 @@ def _lead(group: Group, between_runs: str) -> ui.Blocks:
     if advised is None:
         (best, tied), least = fastest(group), frugal(group)
         text = prose(
-            "passed",
+            "passed both" if least is best else "passed",
             count=plural(len(group.rows), "strategy variant"),
             fastest=cell_name(best, place=False),
             tied=f", tied with {plural(len(tied), 'other')}" if tied else "",
@@ -199,19 +199,13 @@ def _lead(group: Group, between_runs: str) -> ui.Blocks:
 
 
 def _disturbed(rows: Iterable[CellResult]) -> ui.Blocks:
+    labels: dict[str, list[str]] = {}
+    for row in rows:
+        if what := disturbance(row):
+            labels.setdefault(what + gpu_findings(row), []).append(row.cell.label)
     return [
-        ui.Paragraph(
-            prose(
-                "disturbed",
-                label=data(row.cell.label),
-                what=disturbance(row),
-                trials=plural(row.trials, "trial"),
-                gpus=gpu_findings(row),
-            ),
-            "caution",
-        )
-        for row in rows
-        if disturbance(row)
+        ui.Paragraph(prose("disturbed", labels=data(", ".join(same)), what=what), "caution")
+        for what, same in labels.items()
     ]
 
 

@@ -175,7 +175,7 @@ def why_no_advice(cells: Sequence[CellResult]) -> str:
         return reason
     if any(speed.degrees > 0 for speed in _speeds(candidates(cells)).values()):
         return ""
-    return "one trial per cell: run more to compare"
+    return "each cell has one trial; run more to compare"
 
 
 def nothing_to_choose(cells: Sequence[CellResult]) -> str:

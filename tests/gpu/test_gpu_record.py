@@ -139,7 +139,7 @@ def test_the_report_marks_throttled_and_shared_trials_and_says_why(tmp_path: Pat
     text = page_of(noisy(tmp_path / "noisy"), tmp_path).text
     assert "ddp ¶" in text.replace("ddp¶", "ddp ¶")
     assert "fsdp2¶" not in text.replace("fsdp2 ¶", "fsdp2¶")
-    assert f"¶ disturbed {WHO}; {THROTTLED} of 3 trials" in text
+    assert f"¶ disturbed {WHO} of 3 trials; {THROTTLED} of 3 trials" in text
     assert "thermal slowdown by the driver at 88 °C" in text
     assert "GPU 0 just before: another process with 2.0 GiB" in text
     for fact in ("driver 580.95.05", "persistence mode off", "1 pair by 18 x NVLink 4.0"):
