@@ -277,11 +277,12 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
         first.losses, [rank.deviations or Deviations() for rank in outcome.trained]
     )
     if reference:
+        emulated = reference.facts.get("replicas", 1)
         # An emulation records the norms of the first rank, and others clip by norms of their own.
         norms = [
             [step.gradient_norm for step in rank.trained.steps]
             for rank in outcome.answers
-            if rank.trained and prepared.layout.share(rank.rank) % reference.facts["replicas"] == 0
+            if rank.trained and prepared.layout.share(rank.rank) % emulated == 0
         ]
         taken = _without_ahead(steps, outcome.trained[0].replays_ahead, cell.parity_steps)
         verdict = with_norms(verdict, norm_deviations(norms, taken, reference.gradient_norms))
