@@ -21,6 +21,7 @@ from harness.seam.job import LOSS_SCALE, Job
 from harness.seam.optimizers import EXTRA_OPTIMIZERS, PACKAGES, muon_arguments, packages_of
 from harness.seam.registry import make_strategy, strategies, validate
 from harness.workloads import make_workload, prepare_data
+from harness.workloads.training_data import SPREAD_EVERY, SPREAD_STEPS
 from harness.workloads.workload import has_weights
 from harness.workloads.workload_variants import FLOAT8
 
@@ -223,6 +224,9 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
         "ranges": [list(pair) for pair in data.ranges],
         "num_labels": data.num_labels,
         "image_size": data.image_size,
+        "vocabulary": data.vocabulary,
+        "spread_steps": SPREAD_STEPS,
+        "spread_every": SPREAD_EVERY,
         "tokens_file": data.tokens_file,
         "tokens_argument": ' --tokens "$TOKENS"' if data.tokens_file else "",
         "fingerprint": data.fingerprint,

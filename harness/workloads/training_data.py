@@ -37,6 +37,10 @@ NO_LABEL = -100
 Number = TypeVar("Number", bound=np.generic)
 DOCUMENTS = 4
 """Mean number of documents in a packed sample beyond those at its start and middle."""
+SPREAD_STEPS = 20
+"""Number of first steps with tokens from all over the vocabulary, at least a parity segment."""
+SPREAD_EVERY = 8
+"""Distance in tokens between these."""
 Column = list[Any]
 Rows = tuple[list[str], list[int] | None]
 """Texts, and their labels; None if labels are not needed."""
@@ -62,6 +66,8 @@ class DataSource:
     """Whether global batches are reversed, which only changes rounding."""
     mask_token: int = 0
     """Id that replaces masked tokens."""
+    vocabulary: int = 0
+    """Number of ids that the first steps spread tokens over; 0 if they do not."""
 
     @functools.cached_property
     def tokens(self) -> Array:
@@ -89,6 +95,8 @@ class DataSource:
         offsets = starts + (rng.random(global_batch) * (stops - starts - length)).astype(np.int64)
         labels, offsets = self._ordered(labels), self._ordered(offsets)
         pieces = np.stack([self.tokens[o : o + length + 1] for o in offsets[rows]]).astype(np.int64)
+        if step < SPREAD_STEPS and self.vocabulary:
+            pieces[:, ::SPREAD_EVERY] = self._spread(seed, step, global_batch)[rows]
         # Copies, because pipeline stages before torch 2.12 take only contiguous inputs.
         inputs = np.ascontiguousarray(pieces[:, :-1])
         if self.kind == "causal":
@@ -100,6 +108,17 @@ class DataSource:
         if self.kind == "masked":
             return self._masked(inputs, self._ordered(rng.random((global_batch, length)))[rows])
         return inputs, labels[rows]
+
+    def _spread(self, seed: int, step: int, global_batch: int) -> Array:
+        """Returns ids that replace every SPREAD_EVERY-th token: shape (samples, replaced tokens).
+
+        Text names few rows of an embedding, so a mistake in the others would not show. Successive
+        ids run through the whole vocabulary in random order.
+        """
+        count = len(range(0, self.sequence_length + 1, SPREAD_EVERY)) * global_batch
+        numbers = np.arange(step * count, (step + 1) * count) % self.vocabulary
+        ids = _shuffled_ids(seed, self.vocabulary)[numbers]
+        return self._ordered(ids.reshape(global_batch, -1))
 
     def _masked(self, inputs: Array, scores: Array) -> tuple[Array, Array]:
         """Masks the tokens with the lowest scores; only these have labels. All samples have equally
@@ -172,6 +191,11 @@ class DataSource:
             self._ordered(rng.random(global_batch))[rows] * (stops - starts)
         ).astype(np.int64)
         return self.tokens[numbers].astype(np.float32) / 127.5 - 1, labels
+
+
+@functools.lru_cache(1)
+def _shuffled_ids(seed: int, vocabulary: int) -> Array:
+    return np.random.default_rng([seed, 4]).permutation(vocabulary)
 
 
 @dataclass(frozen=True)
@@ -249,6 +273,7 @@ def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSou
         sequence_length=sequence_length,
         num_labels=workload.num_labels if workload.kind == "tokens" else 0,
         mask_token=workload.vocabulary - 1 if workload.kind == "masked" else 0,
+        vocabulary=workload.vocabulary,
     )
 
 

@@ -83,7 +83,7 @@ TRAPS: dict[str, list[Row]] = {
         subtle("exact", "none", workload="resnet-micro"),
         *(
             subtle("diverged", mistake)
-            for mistake in ("half_gradients", "one_element", "other_epsilon")
+            for mistake in ("half_gradients", "one_element", "other_epsilon", "rare_rows")
         ),
         *(
             subtle("diverged", mistake, **axes)

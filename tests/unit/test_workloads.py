@@ -19,6 +19,7 @@ from harness.run.prepared import needs_at_least_as_much_as
 from harness.workloads import DataSource, make_workload, prepare_data, workload_names
 from harness.workloads.catalog import split_name
 from harness.workloads.counts import model_facts
+from harness.workloads.training_data import SPREAD_STEPS
 
 EACH_KIND = pytest.mark.parametrize("name", ["llama-nano", "bert-micro", "resnet-micro"])
 
@@ -49,6 +50,20 @@ def test_causal_labels_are_the_next_tokens() -> None:
     )
     assert inputs.shape == labels.shape == (4, 32)
     assert np.array_equal(inputs[:, 1:], labels[:, :-1])
+
+
+def test_the_first_batches_name_the_whole_of_a_small_vocabulary() -> None:
+    data = prepare_data("stdlib", make_workload("llama-nano"), 32)
+    inputs = [data.batch(0, step, 8, slice(0, 8))[0] for step in range(8)]
+    assert set(np.concatenate(inputs).flatten()) == set(range(256))
+    assert data.batch(0, SPREAD_STEPS, 8, slice(0, 8))[0].max() < 128, "later ones are plain text"
+
+
+def test_the_first_batches_name_all_parts_of_a_large_vocabulary() -> None:
+    data = prepare_data("stdlib", make_workload("gpt2-small"), 64)
+    inputs = np.concatenate([data.batch(0, step, 8, slice(0, 8))[0] for step in range(13)])
+    parts = np.bincount(inputs.flatten() * 64 // 50257, minlength=64)
+    assert (parts > 0).all()
 
 
 @EACH_KIND
@@ -122,7 +137,7 @@ def test_text_files_are_read(tmp_path: Path) -> None:
     file = tmp_path / "book.txt"
     file.write_bytes(b"call me ishmael " * 100)
     data = prepare_data(f"text:{file}", make_workload("llama-nano"), 32)
-    inputs, _ = data.batch(0, 0, 2, slice(0, 2))
+    inputs, _ = data.batch(0, SPREAD_STEPS, 2, slice(0, 2))
     assert bytes(inputs[0].astype(np.uint8)) in b"call me ishmael " * 100
 
 
@@ -132,7 +147,7 @@ def test_parquet_files_with_labels_are_read(tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
     pd.DataFrame({"text": ["a" * 100, "b" * 100, "a" * 100], "label": [0, 1, 0]}).to_parquet(file)
     inputs, labels = prepare_data(f"parquet:{file}", make_workload("bert-micro"), 32).batch(
-        0, 0, 16, slice(0, 16)
+        0, SPREAD_STEPS, 16, slice(0, 16)
     )
     for row, label in zip(inputs, labels, strict=True):
         assert set(row) <= {ord("ab"[label]), ord("\n")}

@@ -31,6 +31,7 @@ class Subtle(Strategy):
         "no_decay",
         "last_part",
         "other_epsilon",
+        "rare_rows",
     ] = "none"
     """The planted mistake."""
     from_step: int = 0
@@ -112,6 +113,8 @@ class _Made:
             return
         dist.all_reduce(gradient)
         gradient /= size
+        if wrong == "rare_rows" and "embed" in self.names[parameter]:
+            gradient[128:] = own[128:]  # of bytes that are not ASCII, which text hardly has
         if wrong == "one_element" and parameter is self.large:
             if self.element is None:
                 self.element = int(gradient.abs().argmax())
