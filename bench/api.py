@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,8 +31,15 @@ if TYPE_CHECKING:
 
 __all__ = ["RecordedRuns", "fits", "load", "plan", "run"]
 
-METHODS = ("full", "lora", "dora", "qlora", "qdora")
 TRIED_MATRIX = "full"
+USUAL = {
+    "method": "lora",
+    "sequence": "2048",
+    "micro_batch": "1",
+    "precision": "bf16",
+    "rank": "16",
+}
+"""Fields of a fine-tuning that nobody stated."""
 MAX_PRICE = 1e9
 """Maximum price of a device-hour, in any currency."""
 
@@ -226,66 +233,68 @@ def tried_options() -> list[StrategyOptions]:
 
 
 def fits(
-    model: str,
+    model: str | None,
     gpus: str,
     *,
-    method: str = "lora",
-    sequence_length: int = 2048,
-    micro_batch: int = 1,
-    precision: str = "bf16",
-    lora_rank: int = 16,
     link: str | None = None,
     results: str | Path | None = None,
+    like: str | None = None,
+    config: str | Path | None = None,
+    **fields: object,
 ) -> FitAnswer:
     """Predicts whether fine-tuning fits GPUs such as `2 x rtx-4090`, and how fast it is; see
-    `bench fits`. Raises UsageError."""
+    `bench fits`.
+
+    `fields`: what its options set, such as `method`, `sequence_length`, `micro_batch`, `precision`
+    and `lora_rank`. Raises UsageError.
+    """
     from harness.planner.fits import answer
 
+    fields = {"model": model, **fields}
     return answer(
-        fit_question(
-            model, gpus, method, sequence_length, micro_batch, precision, lora_rank, link, results
-        )
+        fit_question(gpus, link=link, results=results, like=like, config=config, fields=fields)
     )
 
 
 def fit_question(
-    model: str,
     gpus: str,
-    method: str,
-    sequence_length: int,
-    micro_batch: int,
-    precision: str,
-    lora_rank: int,
-    link: str | None,
-    results: str | Path | None,
+    *,
+    fields: Mapping[str, object],
+    link: str | None = None,
+    results: str | Path | None = None,
+    like: str | None = None,
+    config: str | Path | None = None,
 ) -> FitQuestion:
+    """Returns the question of `bench fits`. Fields that are not None go before a tool's file, and
+    the file before the tool's defaults. Raises UsageError."""
     from harness.host.gpu_models import parse_gpus
     from harness.planner.cluster.hf_config import parse_shape
-    from harness.planner.cluster.recipe import precision_named
     from harness.planner.fits import FitQuestion, link_bytes_per_second
+    from harness.planner.tools import config_fields, field_named, parsed, tool_fields
 
-    if method not in METHODS:
-        raise UsageError(f"method {method!r}: give {', '.join(METHODS)}")
-    numbers = {"sequence_length": sequence_length, "micro_batch": micro_batch}
-    for name, value in {**numbers, "lora_rank": lora_rank}.items():
-        if not 1 <= value <= 10**6:
-            raise UsageError(f"{name} {value}: give 1 to 1000000")
+    stated = config_fields(Path(config)) if config else {}
+    stated |= {field_named(name): str(value) for name, value in fields.items() if value is not None}
+    method = parsed("method", stated.get("method", USUAL["method"]))
+    of_tool = tool_fields(like, str(method)) if like else {}
+    values = {name: parsed(name, text) for name, text in {**USUAL, **of_tool, **stated}.items()}
+    if "model" not in values:
+        raise UsageError("no model is given; name one, such as llama-8b")
+    if values.get("base", "bf16") != "bf16" and values["method"] in ("lora", "dora"):
+        values["method"] = f"q{values['method']}"
     count, gpu = parse_gpus(gpus)
     if count > 8:
         raise UsageError(
             f"gpus {gpus!r}: give at most 8 GPUs of one node; for more, use python -m bench plan"
         )
     bandwidth = link_bytes_per_second(gpu, link)
+    shape, asked = parse_shape(str(values.pop("model"))), {n: values.pop(n) for n in USUAL}
     question = FitQuestion(
-        parse_shape(model),
+        shape,
         gpu,
         count,
-        method,  # type: ignore[arg-type]
-        sequence_length,
-        micro_batch,
-        precision_named(precision),
-        lora_rank,
-        bandwidth,
+        link_bytes_per_second=bandwidth,
+        fixed=values,
+        **asked,  # type: ignore[arg-type]
     )
     if results is None:
         return question

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 import yaml
 
-from bench.cli.options import Gpus, Json, OwnRuns, Seq, StatesPrecision
+from bench.cli.options import OPTIMIZERS, PRECISIONS, Gpus, Json, OwnRuns
 from harness.cell.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ COMPARED = Path(__file__).parents[1] / "fits.yaml"
 UNKNOWN = "hf:PATH"
 """Model in a printed command if only the planner has its sizes."""
 GIB = 2**30
+SUITE_FIELDS = {"accumulation", "recompute", "sharding", "base"}
+"""Fields of a recipe that the suite's cells can follow."""
 ADAPTED_CELLS = {
     "lora": ("+bf16+lora", "fp32"),
     "dora": ("+bf16+dora", "fp32"),
@@ -29,23 +31,17 @@ ADAPTED_CELLS = {
 """Workload suffix and precision for each method."""
 EXIT_CODES = {"yes": 0, "no": 1, "uncertain": 3}
 
+Text: TypeAlias = str | None
 Model: TypeAlias = Annotated[
-    str,
+    Text,
     typer.Argument(
-        metavar="MODEL", help="Model: a name such as llama-8b, hf:PATH of a config.json, or sizes."
+        metavar="[MODEL]",
+        help="Model: a name such as llama-8b, hf:PATH of a config.json, or sizes. \\[default: the"
+        " model of --config]",
     ),
 ]
-MethodOption: TypeAlias = Annotated[
-    str, typer.Option("--method", help="Fine-tuning method: full, lora, dora, qlora or qdora.")
-]
-MicroBatch: TypeAlias = Annotated[
-    int, typer.Option("--micro-batch", help="Number of sequences that each GPU processes at once.")
-]
-LoraRank: TypeAlias = Annotated[
-    int, typer.Option("--lora-rank", help="LoRA rank, for adapters on all matrices.")
-]
 FitLink: TypeAlias = Annotated[
-    str | None,
+    Text,
     typer.Option(
         "--link",
         help="Link between the GPUs: nvlink (or Infinity Fabric), pcie (through host memory),"
@@ -53,16 +49,76 @@ FitLink: TypeAlias = Annotated[
         " else pcie]",
     ),
 ]
+MethodOption: TypeAlias = Annotated[
+    Text, typer.Option(help="full, lora, dora, qlora or qdora. \\[default: lora]")
+]
+FitSeq: TypeAlias = Annotated[
+    Text, typer.Option(help="Sequence length in tokens, such as 32k. \\[default: 2048]")
+]
+MicroBatch: TypeAlias = Annotated[
+    Text, typer.Option(help="Sequences that each GPU processes at once. \\[default: 1]")
+]
+Accumulation: TypeAlias = Annotated[
+    Text, typer.Option(help="Micro-batches of each GPU per step. \\[default: 1]")
+]
+FitPrecision: TypeAlias = Annotated[Text, typer.Option(help=f"{PRECISIONS} \\[default: bf16]")]
+LoraRank: TypeAlias = Annotated[Text, typer.Option(help="LoRA rank. \\[default: 16]")]
+Targets: TypeAlias = Annotated[
+    Text, typer.Option(help="Matrices with adapters, such as q,v. \\[default: all]")
+]
+LossOption: TypeAlias = Annotated[
+    Text, typer.Option(help="plain, fused, in-place or chunked (Liger).")
+]
+OptimizerOption: TypeAlias = Annotated[
+    Text, typer.Option(help=f"{', '.join(OPTIMIZERS)}. \\[default: adamw]")
+]
+RecomputeOption: TypeAlias = Annotated[
+    Text, typer.Option(help="none, selective or full. \\[default: full if needed]")
+]
+ShardingOption: TypeAlias = Annotated[
+    Text,
+    typer.Option(
+        help="none (DDP), optimizer (ZeRO-1), grad (ZeRO-2) or full (FSDP, ZeRO-3)."
+        " \\[default: full if needed]"
+    ),
+]
+OffloadOption: TypeAlias = Annotated[
+    Text, typer.Option(help="Whether sharded states are in host memory: yes or no.")
+]
+Like: TypeAlias = Annotated[
+    Text,
+    typer.Option(
+        help="Training tool whose defaults apply, such as trl, axolotl, unsloth, torchtune,"
+        " llama-factory or deepspeed."
+    ),
+]
+ConfigFile: TypeAlias = Annotated[
+    Path | None, typer.Option(help="A training tool's file to read: YAML, JSON or arguments.")
+]
+FieldSettings: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Any other field (docs/fits.md)."),
+]
 
 
 def fits(
-    model: Model,
     gpus: Gpus,
-    method: MethodOption = "lora",
-    seq: Seq = 2048,
-    micro_batch: MicroBatch = 1,
-    precision: StatesPrecision = "bf16",
-    lora_rank: LoraRank = 16,
+    model: Model = None,
+    method: MethodOption = None,
+    seq: FitSeq = None,
+    micro_batch: MicroBatch = None,
+    accumulation: Accumulation = None,
+    precision: FitPrecision = None,
+    lora_rank: LoraRank = None,
+    targets: Targets = None,
+    loss: LossOption = None,
+    optimizer: OptimizerOption = None,
+    recompute: RecomputeOption = None,
+    sharding: ShardingOption = None,
+    offload: OffloadOption = None,
+    like: Like = None,
+    config: ConfigFile = None,
+    settings: FieldSettings = None,
     link: FitLink = None,
     results: OwnRuns = None,
     json_output: Json = False,
@@ -76,28 +132,48 @@ def fits(
     from bench.api import fit_question
     from harness.planner.fits import answer
 
+    fields = {
+        "model": model,
+        "method": method,
+        "sequence": seq,
+        "micro_batch": micro_batch,
+        "accumulation": accumulation,
+        "precision": precision,
+        "rank": lora_rank,
+        "targets": targets,
+        "loss": loss,
+        "optimizer": optimizer,
+        "recompute": recompute,
+        "sharding": sharding,
+        "offload": offload,
+    }
+    for setting in settings or []:
+        name, _, fields[name] = setting.partition("=")
     question = fit_question(
-        model, gpus, method, seq, micro_batch, precision, lora_rank, link, results
+        gpus, link=link, results=results, like=like, config=config, fields=fields
     )
     result = answer(question)
-    command = _command(model, question, result)
-    if json_output:
-        document = (
-            {"model": question.shape.name}
-            | dataclasses.asdict(result)
-            | {
-                "margin_bytes": result.margin_bytes,
-                "parameters": question.shape.parameters,
-                "warning": _warning(question),
-                "command": command,
-                "command_differs": _differences(question) if command else [],
-            }
-        )
-        print(json.dumps(document))
-    else:
+    _print(question, result, _command(model or question.shape.name, question, result), json_output)
+    raise typer.Exit(EXIT_CODES[result.verdict])
+
+
+def _print(question: FitQuestion, result: FitAnswer, command: str, as_json: bool) -> None:
+    if not as_json:
         for line in _lines(question, result, command):
             print(line)
-    raise typer.Exit(EXIT_CODES[result.verdict])
+        return
+    document = (
+        {"model": question.shape.name}
+        | dataclasses.asdict(result)
+        | {
+            "margin_bytes": result.margin_bytes,
+            "parameters": question.shape.parameters,
+            "warning": _warning(question),
+            "command": command,
+            "command_differs": _differences(question) if command else [],
+        }
+    )
+    print(json.dumps(document))
 
 
 def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
@@ -106,14 +182,16 @@ def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
     first = (
         f"{result.verdict}: {question.shape.name}, {question.method}, on {question.gpus} x"
         f" {question.gpu.host_name}{on} needs {result.peak_bytes / GIB:.1f} of"
-        f" {result.usable_bytes / GIB:.1f} GiB on each GPU (margin"
+        f" {result.usable_bytes / GIB:.1f} GiB on each GPU (tensors"
+        f" {result.allocated_bytes / GIB:.1f}, margin"
         f" {result.margin_bytes / GIB:+.1f} GiB, {result.fits:.0%} likely to fit)"
     )
     lines = [first]
     if result.verdict != "no":
         lines.append(
             f"speed: about {result.tokens_per_second:,.0f} tokens/s in total (sequences of"
-            f" {recipe.sequence}, micro-batch {recipe.micro_batch}); 80% interval:"
+            f" {recipe.sequence}, micro-batch {recipe.micro_batch} x {recipe.accumulation}); 80%"
+            " interval:"
             f" {result.tokens_low:,.0f} to {result.tokens_high:,.0f}"
         )
     if result.anchor:
@@ -164,7 +242,8 @@ def _differences(question: FitQuestion) -> list[str]:
     if question.method != "full" and question.rank != RANK:
         differences.append(f"rank {RANK} instead of {question.rank}")
     if question.method.startswith("q"):
-        differences += ["fp32 embeddings", "no double quantisation"]
+        single = question.fixed.get("base") == "nf4"
+        differences += ["fp32 embeddings", *([] if single else ["no double quantisation"])]
     return differences
 
 
@@ -175,7 +254,10 @@ def _command(model: str, question: FitQuestion, result: FitAnswer) -> str:
     recipe = result.recipe
     # The suite has no fused code, without which the training may not fit, and adapts no experts.
     unsupported = question.method != "full" and question.shape.experts > 1
+    unsupported |= bool({*question.fixed} - SUITE_FIELDS) or recipe.base in ("int8", "gptq4")
     if result.verdict == "no" or recipe.library == "fused" or unsupported:
+        return ""
+    if recipe.sharding not in ("none", "full"):
         return ""
     full = question.method == "full"
     cell = SUITE_CELLS.get(question.precision) if full else ADAPTED_CELLS[question.method]
@@ -196,7 +278,8 @@ def _command(model: str, question: FitQuestion, result: FitAnswer) -> str:
         "workload": f"main{variant}",
         "sequence_length": recipe.sequence,
         "regime": "strong",
-        "batch": recipe.micro_batch * question.gpus,
+        "batch": recipe.micro_batch * question.gpus * recipe.accumulation,
+        **({"micro_batches": recipe.accumulation} if recipe.accumulation > 1 else {}),
         "recompute": recipe.recompute,
         "precision": precision,
     }

@@ -63,7 +63,20 @@ ClusterLink: TypeAlias = Annotated[
         " nvlink,400gbit; or a measured cluster: playbook-h100.",
     ),
 ]
-Seq: TypeAlias = Annotated[int, typer.Option("--seq", help="Sequence length in tokens.")]
+
+
+def _tokens(text: str) -> int:
+    from harness.planner.tools import whole
+
+    return whole("seq", text, 10**10)
+
+
+Seq: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        "--seq", parser=_tokens, metavar="INTEGER", help="Sequence length in tokens, such as 32k."
+    ),
+]
 Batch: TypeAlias = Annotated[
     int, typer.Option("--batch", help="Global batch: samples per step, over all devices.")
 ]
@@ -74,14 +87,15 @@ Precision: TypeAlias = Annotated[
         help="Precision of training; bf16 and fp16 keep fp32 parameters and moments.",
     ),
 ]
-StatesPrecision: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        "--precision",
-        help="Precision of training: fp32, bf16 (keeps fp32 parameters and moments), pure-bf16,"
-        " pure-bf16-fp32-reduce or pure-bf16-fused (updates in backward).",
-    ),
-]
+PRECISIONS = (
+    "Precision of training: fp32, bf16 (keeps fp32 parameters and moments), pure-bf16,"
+    " pure-bf16-fp32-reduce or pure-bf16-fused (updates in backward)."
+)
+OPTIMIZERS = (
+    *("adamw", "adamw-bf16", "adamw-8bit", "paged-adamw", "paged-adamw-8bit"),
+    *("adafactor", "lion", "muon", "sgd"),
+)
+StatesPrecision: TypeAlias = Annotated[str, typer.Option("--precision", help=PRECISIONS)]
 Goal: TypeAlias = Annotated[
     str,
     typer.Option("--goal", help="What to rank by: throughput, memory, cost or energy."),

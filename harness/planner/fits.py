@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from harness.cell.errors import UsageError
@@ -19,6 +20,7 @@ from harness.planner.cluster.footprint import (
 )
 from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.recipe import (
+    ALL_LINEAR,
     STATES,
     STORED,
     Adapter,
@@ -34,6 +36,8 @@ Method = Literal["full", "lora", "dora", "qlora", "qdora"]
 SURE, HARDLY = 0.9, 0.1
 MOST_SEQUENCE, STEP = 2**20, 256
 MOST_BATCH = 1024
+FUSED: tuple[dict[str, str], ...] = ({}, {"library": "fused", "loss": "chunked"})
+"""Plain code, and fused norms with a loss that makes no logits (Liger)."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,9 @@ class FitAnswer:
     fits: float
     recipe: Recipe
     peak_bytes: float
+    """Bytes that torch's allocator needs, with fragmentation."""
+    allocated_bytes: float
+    """Peak of the tensors alone (`max_memory_allocated`)."""
     usable_bytes: float
     tokens_per_second: float
     """Throughput of all GPUs together."""
@@ -103,6 +110,8 @@ class FitQuestion:
     """Bus bytes per second of gathers, as a function of the number of GPUs."""
     anchor: Anchor | None = None
     """Correction of the speed by the user's own runs. None if there are none."""
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    """Fields of the recipe, and an adapter's targets, that the user chose."""
 
     def __post_init__(self) -> None:
         if "dora" in self.method and Adapter().adapts_experts(self.shape):
@@ -112,16 +121,22 @@ class FitQuestion:
             )
 
     def recipe(self, **fields: object) -> Recipe:
-        adapter = Adapter(self.rank, dora="dora" in self.method) if self.method != "full" else None
+        """Returns a recipe with these fields, unless the user chose others."""
+        fixed = {**self.fixed}
+        targets = fixed.pop("targets", ALL_LINEAR)
+        base = fixed.pop("base", "nf4-double")
+        adapter = None
+        if self.method != "full":
+            adapter = Adapter(self.rank, targets, dora="dora" in self.method)  # type: ignore[arg-type]
         plain = Recipe(
             precision=self.precision,
             adapter=adapter,
-            base="nf4-double" if self.method.startswith("q") else "bf16",
+            base=base if self.method.startswith("q") else "bf16",  # type: ignore[arg-type]
             sequence=self.sequence,
             micro_batch=self.micro_batch,
             gpus=self.gpus,
         )
-        return replace(plain, **fields)  # type: ignore[arg-type]
+        return replace(plain, **{**fields, **fixed})  # type: ignore[arg-type]
 
 
 def probability(question: FitQuestion, recipe: Recipe) -> float:
@@ -134,20 +149,21 @@ def probability(question: FitQuestion, recipe: Recipe) -> float:
 
 
 def _ladder(question: FitQuestion) -> Iterator[tuple[tuple[str, ...], Recipe]]:
+    """Yields different recipes and what each changes about plain training, cheapest first."""
     shardings = ("none", "full") if question.gpus > 1 else ("none",)
-    for fused in (False, True):
-        for sharding in shardings:
-            for recompute in ("none", "full"):
-                steps = [
-                    *(["FSDP full sharding"] if sharding == "full" else []),
-                    *(["recomputation (gradient checkpointing)"] if recompute == "full" else []),
-                    *(["fused cross-entropy and norms"] if fused else []),
-                ]
-                library = "fused" if fused else "transformers"
-                yield (
-                    tuple(steps),
-                    question.recipe(sharding=sharding, recompute=recompute, library=library),
-                )
+    tried = set()
+    for fused, sharding, recompute in itertools.product(FUSED, shardings, ("none", "full")):
+        recipe = question.recipe(sharding=sharding, recompute=recompute, **fused)
+        if recipe in tried:
+            continue
+        tried.add(recipe)
+        changes = {
+            "sharding": "FSDP full sharding" * (sharding == "full"),
+            "recompute": "recomputation (gradient checkpointing)" * (recompute == "full"),
+            "library": "fused cross-entropy and norms" * bool(fused),
+        }
+        free = [changes[name] for name in changes if name not in question.fixed]
+        yield tuple(filter(None, free)), recipe
 
 
 def _fastest(question: FitQuestion) -> tuple[tuple[str, ...], Recipe] | None:
@@ -176,11 +192,13 @@ def answer(question: FitQuestion) -> FitAnswer:
     ladder = [r for _, r in tried]
     rate, anchor = _rate(question, recipe), question.anchor
     within = math.exp(anchor.half_width) if anchor else USUAL_FACTOR
+    needed = footprint(question.shape, recipe)
     return FitAnswer(
         verdict,
         fits,
         recipe,
-        footprint(question.shape, recipe).demand,
+        needed.demand,
+        needed.peak,
         usable_bytes(question.gpu, question.gpus),
         rate,
         rate / within,
@@ -197,11 +215,9 @@ def answer(question: FitQuestion) -> FitAnswer:
 
 def _offload(question: FitQuestion) -> OffloadedFit | None:
     """Returns what full sharding with offload needs, with as little fused code as possible; None if
-    it does not surely fit or the base is quantised."""
-    if question.method.startswith("q"):
-        return None
-    for library in ("transformers", "fused"):
-        recipe = question.recipe(sharding="full", recompute="full", offload=True, library=library)
+    it does not surely fit."""
+    for fused in FUSED:
+        recipe = question.recipe(sharding="full", recompute="full", offload=True, **fused)
         fits = probability(question, recipe)
         if fits >= SURE:
             peak = footprint(question.shape, recipe).demand
@@ -242,6 +258,9 @@ def _remedies(question: FitQuestion) -> Iterator[Option]:
     changed: list[tuple[str, str, FitQuestion]] = []
     if question.micro_batch > 1:
         changed.append(("micro-batch", "1", replace(question, micro_batch=1)))
+    if question.recipe(sharding="full").whole_gradients and question.method == "full":
+        fixed = {**question.fixed, "synchronised": True}
+        changed.append(("set", "synchronised=yes", replace(question, fixed=fixed)))
     if question.method == "full" and question.precision != "pure-bf16":
         changed.append(("precision", "pure-bf16", replace(question, precision="pure-bf16")))
     if question.method == "full":
@@ -315,7 +334,7 @@ def tokens_per_second(
     total = recipe.accumulation * compute
     trained = trained_parameters(shape, recipe)
     bandwidth = MEMORY_SHARE * (gpu.memory_bytes_per_second or 1e12)
-    shards = recipe.gpus if recipe.sharding == "full" else 1
+    shards = recipe.gpus if recipe.sharding != "none" else 1
     total += UPDATE_BYTES * trained / shards / bandwidth
     if recipe.gpus > 1 and link:
         total += _exchange(shape, recipe, trained, link, compute)
@@ -344,7 +363,7 @@ def _seconds_per_token(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> floa
     scores = 2.0 * shape.layers * recipe.sequence * shape.attention_width
     attention = scores * (3.5 + again)
     moved = HIDDEN_BYTES * shape.hidden + FEED_BYTES * shape.active_feed_forward
-    if recipe.library in ("fused", "native"):
+    if recipe.library in ("fused", "native") or recipe.compiled:
         moved /= 3
     if recipe.adapter:
         moved += ADAPTER_BYTES * sum(map(sum, recipe.adapter.matrices(shape).values()))
@@ -377,7 +396,7 @@ def _weight_passes(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> float:
     moved += (1 + again) * NORM_BYTES * recipe.adapter.dora
     bandwidth = MEMORY_SHARE * (gpu.memory_bytes_per_second or 1e12)
     merged = MERGED_BYTES * (3 + again) / 3 * merged_bytes(shape, recipe) * shape.layers / 2
-    return (moved * quantised_parameters(shape) + merged) / bandwidth
+    return (moved * quantised_parameters(shape, recipe.quantised_experts) + merged) / bandwidth
 
 
 def _exchange(
@@ -390,6 +409,6 @@ def _exchange(
         reduced = 2 * part * gradient * trained / link
         return max(0.1 * reduced, reduced - DDP_HIDDEN * compute)
     element = STORED[recipe.base][0] if recipe.adapter else of.element
-    gathers = 3 if recipe.recompute == "full" else 2
+    gathers = 1 if recipe.sharding != "full" else 3 if recipe.recompute == "full" else 2
     moved = part * (gathers * element * shape.parameters + gradient * trained) / link
     return recipe.accumulation * max(EXPOSED * moved, moved - 0.9 * compute)

@@ -126,8 +126,7 @@ def _training_of(cell: Cell) -> tuple[ModelShape, Recipe] | None:
         adapter=Adapter(dora="dora" in adapted) if adapted else None,
         base="nf4" if "nf4" in variants else "bf16",
         gpus=layout.data,
-        sharding="full" if zero else "none",
-        resharded=zero != 2,
+        sharding="grad" if zero == 2 else "full" if zero else "none",
         recompute=cell.recompute,
         sequence=cell.sequence_length,
         micro_batch=max(1, cell.global_batch // layout.shares // cell.micro_batches),
@@ -163,7 +162,7 @@ def anchored(calibration: ClusterCalibration, folder: Path, cluster: Cluster) ->
         layout = PlannedLayout(
             data=recipe.gpus,
             tensor=recipe.tensor,
-            zero=0 if recipe.sharding == "none" else 3 if recipe.resharded else 2,
+            zero={"none": 0, "grad": 2}.get(recipe.sharding, 3),
             micro_batch=recipe.micro_batch,
             accumulation=recipe.accumulation,
             recompute=RECOMPUTE.index(recipe.recompute),

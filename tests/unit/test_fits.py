@@ -24,7 +24,7 @@ from bench.select import baseline_choice
 from harness.cell.cell import Cell
 from harness.cell.errors import UsageError
 from harness.host.gpu_models import gpu_models, gpu_named
-from harness.planner.cluster.footprint import footprint
+from harness.planner.cluster.footprint import PINNED, footprint
 from harness.planner.cluster.hf_config import parse_shape
 from harness.planner.cluster.recipe import (
     ATTENTION,
@@ -61,6 +61,7 @@ def a100_rows() -> list[tuple[dict[str, str], Recipe]]:
             sequence=int(row["sequence_length"]),
             micro_batch=int(row["micro_batch"]),
             library="fused" if row["fused_kernels"] == "1" else "transformers-2024",
+            loss="fused-2024" if row["fused_kernels"] == "1" else None,
             fused_optimizer=False,
             fp32_stream=row["library"] == "baseline-peft-bnb" and gpus == 1,
         )
@@ -373,16 +374,15 @@ def test_links_that_are_not_understood(link: str) -> None:
         ("llama-8b --gpus 2xrtx-4090 --method full", 16),
         ("llama-8b --gpus rtx-4090 --method full --precision pure-bf16", 8),
         ("llama-8b --gpus 2xa100-80gb --method lora", None),
-        ("llama-70b --gpus 2xrtx-4090 --method qlora", None),
     ],
 )
 def test_what_offload_would_need(options: str, host_bytes: int | None) -> None:
-    """All states per parameter; nothing is said if it fits, or about quantised models."""
+    """All states per parameter in pinned blocks; nothing is said if it fits."""
     answer = verdict_of(options)[1]
     offload, parameters = answer["offload"], answer["parameters"]
     assert (offload is None) == (host_bytes is None)
     if host_bytes:
-        assert offload["host_bytes"] == parameters * host_bytes
+        assert offload["host_bytes"] == PINNED * parameters * host_bytes
         assert offload["peak_bytes"] < answer["usable_bytes"]
 
 

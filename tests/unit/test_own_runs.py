@@ -24,7 +24,7 @@ from tests.commands import told
 H200 = Path(__file__).parents[2] / "results" / "reference" / "h200-141gb"
 RESULTS = ("--results", str(H200))
 HALVES = 500
-QUESTION = api.fit_question("llama-8b", "h200", "full", 2048, 1, "bf16", 16, None, None)
+QUESTION = api.fit_question("h200", fields={"model": "llama-8b", "method": "full"})
 
 
 def test_half_of_the_runs_predicts_the_other_half() -> None:

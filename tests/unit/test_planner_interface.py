@@ -13,6 +13,7 @@ from bench.cli.fits import fits
 from bench.cli.plan import plan
 from harness.cell.errors import UsageError
 from harness.planner.cluster.question import PlannedLayout
+from harness.planner.tools import FIELDS, field_named
 
 SMALL = {
     "gpus": "2 x h100",
@@ -34,11 +35,14 @@ def test_a_plan_considers_only_given_layouts() -> None:
 def test_a_function_takes_what_its_command_takes(
     command: Callable[..., None], function: Callable[..., object]
 ) -> None:
-    """Files are written by commands alone."""
+    """Files are written by commands alone. A function's `fields` take the names of options."""
     renamed = {"seq": "sequence_length", "host_memory": "host_memory_bytes"}
     options = {renamed.get(name, name) for name in inspect.signature(command).parameters}
-    written = {"write_matrix", "export", "html", "json_output"}
-    assert options - written <= {*inspect.signature(function).parameters}
+    written = {"write_matrix", "export", "html", "json_output", "settings"}
+    taken = inspect.signature(function).parameters
+    others = options - written - {*taken}
+    assert not others or "fields" in taken
+    assert all(field_named(name) in FIELDS for name in others)
 
 
 @pytest.mark.parametrize("top", [0, -1])

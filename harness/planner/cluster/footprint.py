@@ -11,24 +11,44 @@ from dataclasses import dataclass
 from harness.host.gpu_models import GpuModel
 from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.recipe import (
+    OPTIMIZERS,
     STATES,
     STORED,
     Library,
+    Loss,
     Recipe,
     quantised_parameters,
     trained_parameters,
 )
 
-LOGIT_BYTES = {"transformers": 12, "transformers-2024": 14, "fused": 10, "native": 12}
-"""Bytes per logit at the loss's peak.
+LOGIT_BYTES: dict[Loss, tuple[float, float]] = {
+    "plain": (12, 12),
+    "plain-2024": (14, 16),
+    "fused": (8, 8),
+    "fused-2024": (10, 14),
+    "in-place": (2, 4),
+    "chunked": (0, 0),
+}
+"""Bytes per logit at the loss's peak: usually, and under FSDP, whose hooks keep outputs until
+backward.
 
-transformers: bf16 logits and gradient, fp32 log-softmax and gradient. Before 4.46: bf16 and fp32
-logits, their shifted copy and the log-softmax. `fused` has no log-softmax, `native` fp32 logits.
+plain: bf16 logits and gradient, fp32 log-softmax and gradient. Before 4.46: bf16 and fp32 logits,
+their shifted copy and the log-softmax, and under FSDP1 also the gradient of the shifted copy.
+`fused` has no log-softmax. `in-place` has only bf16 logits, which FSDP keeps until their gradient
+exists.
 """
-LOGIT_BYTES_WHOLE = {"transformers": 12, "transformers-2024": 16, "fused": 14, "native": 12}
-"""Bytes per logit under FSDP1, whose hooks keep outputs until backward. Counts fp32 logits,
-log-softmax (unless fused), its gradient, the gradient of the shifted copy, and the bf16 gradient if
-fused."""
+RETURNED_BYTES = 7.5
+"""Further bytes per logit that FSDP1 keeps of a model that returns fp32 logits, if the loss is
+`fused`."""
+CHUNK_BYTES = 8
+"""Bytes per token and hidden element of a chunk's logits. Liger makes as many chunks as the
+vocabulary is wider than the hidden states."""
+PREFETCHED, REDUCED = 1e9, 5e8
+"""Parameters that DeepSpeed's ZeRO-3 keeps gathered at most (`stage3_max_live_parameters`), and
+gradients that it reduces at once, from one of two buffers (`reduce_bucket_size`)."""
+PINNED = 1.5
+"""Host memory relative to the tensors in it. torch rounds pinned blocks up to powers of two, and
+processes have memory of their own; a run of 485 GiB took 750 to 800 GB."""
 CAP_BYTES = 2
 """Additional bytes per logit for its hyperbolic tangent."""
 STEPWISE = ("gelu_new", "gelu_accurate")
@@ -55,8 +75,13 @@ SPREADS = {
     "gptq4": 0.03,
     "ungated": 0.06,
     "offload": 0.08,
+    "chunked": 0.06,
+    "copies": 0.12,
+    "traits": 0.05,
 }
-"""Additional spread of unmeasured setups; `gpus` is per doubling beyond two."""
+"""Additional spread of unmeasured setups; `gpus` is per doubling beyond two. `copies`: FSDP1 with a
+quantised Llama, which ran out of memory in spite of 15% that were free. `traits`: compilation, or
+another optimizer than Adam in full precision."""
 FSDP2: tuple[Library, ...] = ("transformers", "fused")
 """Libraries whose users shard with FSDP2, by layers, with embedding and head as one unit."""
 
@@ -104,26 +129,33 @@ def spread(shape: ModelShape, recipe: Recipe) -> float:
     variance += SPREADS["selective"] ** 2 * recipe.recompute.startswith("selective")
     variance += SPREADS["gptq4"] ** 2 * (recipe.base in ("gptq4", "int8"))
     variance += SPREADS["ungated"] ** 2 * (not shape.gated)
-    variance += SPREADS["offload"] ** 2 * recipe.offload
+    variance += SPREADS["offload"] ** 2 * (recipe.offload or recipe.offloaded_activations)
+    variance += SPREADS["chunked"] ** 2 * (recipe.loss_code == "chunked")
+    variance += SPREADS["copies"] ** 2 * _copies_inputs(shape, recipe)
+    variance += SPREADS["traits"] ** 2 * (recipe.compiled or recipe.optimizer != "adamw")
     return math.sqrt(variance)
 
 
 def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
     of = STATES[recipe.precision]
-    shards = recipe.gpus if recipe.sharding == "full" else 1
+    shards = recipe.gpus if recipe.sharding != "none" else 1
     trained = trained_parameters(shape, recipe) / recipe.tensor
     # Parameters of experts that live on other ranks.
     alien = shape.layers * _alien_experts(shape, recipe) / recipe.tensor
     if recipe.adapter:
-        parameter, gradient, optimizer = 4.0, 4.0, 8.0
+        parameter, gradient, moments = 4.0, 4.0, 8.0
         frozen = _frozen(shape, recipe, shards) / recipe.tensor
+        if recipe.offload:
+            # bitsandbytes keeps scales on the GPU.
+            frozen = STORED[recipe.base][1] * quantised_parameters(shape, recipe.quantised_experts)
     else:
-        parameter, gradient, optimizer = of.parameter, of.gradient, of.optimizer
+        parameter, gradient, moments = of.parameter, of.gradient, of.optimizer
         frozen = 0.0
+    share, more = OPTIMIZERS[recipe.optimizer]
+    optimizer = share * moments + more
     if recipe.offload:
-        parameter = gradient = optimizer = frozen = 0.0
-    whole = recipe.accumulation > 1 and not recipe.synchronised and recipe.sharding == "full"
-    gradients = gradient * (trained - alien if whole else trained / shards)
+        parameter = gradient = optimizer = 0.0
+    gradients = gradient * (trained - alien if recipe.whole_gradients else trained / shards)
     loaded = frozen + parameter * trained / shards + WORKSPACE_BYTES
     resident = loaded + optimizer * trained / shards
     if recipe.gpus > 1 and recipe.sharding == "none":
@@ -142,19 +174,7 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
     scores = _scores(shape, recipe) / recipe.tensor
     score_gradients = (4.0 + _element(recipe)) * scores
     end = _last_layer(shape, recipe) + score_gradients
-    reduces = recipe.gathers and not whole and not recipe.adapter
-    if reduces and recipe.library != "native":
-        backward = resident + _reducing(shape, recipe, end)
-    else:
-        if reduces:
-            layer = shape.layer_parameters - _alien_experts(shape, recipe)
-            end += max(gradient, of.element) * layer / recipe.tensor
-        if shape.tied and not recipe.adapter:
-            # The embedding's gradient, and its sum with the head's. Without shards, the first layer
-            # is freed by then; with shards, the head's whole gradient takes its place.
-            summed = 2 * max(gradient, of.element) * shape.embedding_parameters / recipe.tensor
-            end = end + summed if shards > 1 else max(end, summed)
-        backward = resident + gradients + gathered + end
+    backward = resident + _backward(shape, recipe, gradients, gathered, end)
     copied = gathered if recipe.library in FSDP2 else 0.0
     temporary = 0.0 if recipe.fused_optimizer else max(parameter, 2.0) * trained / shards
     return Footprint(
@@ -167,6 +187,29 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
         backward=backward,
         update=resident + gradients + temporary,
     )
+
+
+def _backward(
+    shape: ModelShape, recipe: Recipe, gradients: float, gathered: float, end: float
+) -> float:
+    """Returns the bytes beyond states at the end of backward. `end`: those of the first layer."""
+    of = STATES[recipe.precision]
+    gradient = 4.0 if recipe.adapter else 0.0 if recipe.offload else of.gradient
+    reduces = recipe.gathers and not recipe.whole_gradients and not recipe.adapter
+    if recipe.library == "deepspeed":
+        return gradients + gathered + end + 2 * REDUCED * of.element * reduces
+    if reduces and recipe.library != "native":
+        return _reducing(shape, recipe, end)
+    if reduces:
+        layer = shape.layer_parameters - _alien_experts(shape, recipe)
+        end += max(gradient, of.element) * layer / recipe.tensor
+    if shape.tied and not recipe.adapter:
+        # The embedding's gradient, and its sum with the head's. Without shards, the first layer is
+        # freed by then; with shards, the head's whole gradient takes its place.
+        summed = 2 * max(gradient, of.element) * shape.embedding_parameters / recipe.tensor
+        sharded = recipe.sharding != "none" and recipe.gpus > 1
+        end = end + summed if sharded else max(end, summed)
+    return gradients + gathered + end
 
 
 def _last_layer(shape: ModelShape, recipe: Recipe) -> float:
@@ -211,9 +254,12 @@ def _alien_experts(shape: ModelShape, recipe: Recipe) -> float:
 
 def _frozen(shape: ModelShape, recipe: Recipe, shards: int) -> float:
     element, scale = STORED[recipe.base]
-    matrices = quantised_parameters(shape)
+    matrices = quantised_parameters(shape, recipe.quantised_experts)
     stored = element * matrices + 2.0 * (shape.parameters - matrices)
-    return stored / shards + scale * matrices
+    if recipe.fp32_embeddings and recipe.base != "bf16":
+        stored += 2.0 * shape.end_parameters
+    # torchao shards scales too.
+    return stored / shards + scale * matrices / (shards if recipe.library == "native" else 1)
 
 
 def _gathered(shape: ModelShape, recipe: Recipe) -> float:
@@ -224,8 +270,11 @@ def _gathered(shape: ModelShape, recipe: Recipe) -> float:
     element = STORED[recipe.base][0] if recipe.adapter else STATES[recipe.precision].element
     alien = _alien_experts(shape, recipe)
     layer = element * (shape.layer_parameters - alien)
-    if not recipe.resharded:
-        return element * (shape.parameters - shape.layers * alien)
+    whole = element * (shape.parameters - shape.layers * alien)
+    if recipe.sharding != "full":
+        return whole
+    if recipe.library == "deepspeed":
+        return min(whole, element * PREFETCHED)
     if recipe.library == "native":
         return 2 * layer + 2.0 * shape.embedding_parameters
     return layer + max(2.0, element) * shape.end_parameters
@@ -243,35 +292,64 @@ def _uploaded(shape: ModelShape, recipe: Recipe) -> float:
 
 
 def host_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Returns the bytes of host memory that the offloaded states of all GPUs need."""
-    of = STATES[recipe.precision]
-    if not recipe.adapter:
-        return (of.parameter + of.gradient + of.optimizer) * shape.parameters
-    # An adapter's parameters, gradients and moments are fp32, the frozen base is in bf16.
-    return 16.0 * trained_parameters(shape, recipe) + 2.0 * shape.parameters
+    """Returns the bytes of host memory that what all GPUs offload needs."""
+    of, trained = STATES[recipe.precision], trained_parameters(shape, recipe)
+    # An adapter's parameters, gradients and moments are fp32.
+    states, moments = (8.0, 8.0) if recipe.adapter else (of.parameter + of.gradient, of.optimizer)
+    share, more = OPTIMIZERS[recipe.optimizer]
+    offloaded = 0.0
+    if recipe.offload:
+        frozen = _frozen(shape, recipe, 1) if recipe.adapter else 0.0
+        offloaded = (states + share * moments + more) * trained + frozen
+    if recipe.offloaded_activations:
+        offloaded += recipe.gpus * shape.layers * recipe.tokens * _kept_bytes(shape, recipe)
+    return PINNED * offloaded
 
 
 def _logits(shape: ModelShape, recipe: Recipe) -> float:
-    table = LOGIT_BYTES_WHOLE if recipe.gathers else LOGIT_BYTES
-    per_logit = table[recipe.library] + CAP_BYTES * shape.softcapped
+    loss = recipe.loss_code
+    if loss == "chunked":
+        head = 0.0 if recipe.adapter else STATES[recipe.precision].element
+        chunk = recipe.tokens * (CHUNK_BYTES + FINAL_NORM_BYTES) * shape.hidden
+        return (chunk + head * shape.embedding_parameters) / recipe.tensor
+    per_logit = LOGIT_BYTES[loss][recipe.gathers] + CAP_BYTES * shape.softcapped
+    per_logit += RETURNED_BYTES * (
+        recipe.gathers and loss == "fused" and shape.layer_code.fp32_logits
+    )
     logits = per_logit * shape.vocabulary / recipe.tensor
     return recipe.tokens * (logits + FINAL_NORM_BYTES * shape.hidden)
 
 
+def _kept_bytes(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns the bytes per token that a layer keeps between forward and backward."""
+    if recipe.recompute == "none":
+        return layer_bytes(shape, recipe)
+    if recipe.recompute != "full":
+        return selective_bytes(shape, recipe)
+    element = 4.0 if recipe.fp32_stream else _stream(recipe)
+    return (element + 2.0 * _copies_inputs(shape, recipe)) * shape.hidden
+
+
+def _copies_inputs(shape: ModelShape, recipe: Recipe) -> bool:
+    """Returns whether FSDP1 keeps a cast copy of each layer's input. It did in 2024 for a quantised
+    Llama, but not for Mistral."""
+    old = recipe.loss_code.endswith("-2024") and recipe.base != "bf16" and recipe.gathers
+    return old and not shape.layer_code.fp32_logits
+
+
 def _activations(shape: ModelShape, recipe: Recipe) -> float:
-    per_token = layer_bytes(shape, recipe)
-    if recipe.recompute == "full":
-        per_token = (4.0 if recipe.fp32_stream else _stream(recipe)) * shape.hidden
-    if recipe.recompute.startswith("selective"):
-        per_token = selective_bytes(shape, recipe)
     merged = 0.0 if recipe.recompute == "full" else merged_bytes(shape, recipe)
-    return shape.layers * (recipe.tokens * per_token + merged) / recipe.tensor
+    # One layer computes while the tensors of another one travel.
+    layers = min(2, shape.layers) if recipe.offloaded_activations else shape.layers
+    tokens = layers * recipe.tokens
+    return (tokens * _kept_bytes(shape, recipe) + shape.layers * merged) / recipe.tensor
 
 
 def merged_bytes(shape: ModelShape, recipe: Recipe) -> float:
     """Returns the bytes of a layer's experts with their adapters added, which peft 0.21 keeps for
     backward next to the experts (`ParamWrapper`)."""
-    if recipe.adapter is None or not recipe.adapter.adapts_experts(shape):
+    adapter = recipe.adapter
+    if adapter is None or recipe.quantised_experts or not adapter.adapts_experts(shape):
         return 0.0
     return 2.0 * shape.experts * shape.expert_parameters
 
@@ -280,7 +358,7 @@ def _stream(recipe: Recipe) -> float:
     of = STATES[recipe.precision]
     if recipe.adapter:
         return 2.0
-    return of.element if recipe.sharding == "full" else of.activation
+    return of.element if recipe.sharding != "none" else of.activation
 
 
 def selective_bytes(shape: ModelShape, recipe: Recipe) -> float:
@@ -358,6 +436,9 @@ def _feed_bytes(shape: ModelShape, recipe: Recipe) -> float:
     makes later tensors of NewGELU fp32."""
     element, feed = _element(recipe), shape.active_feed_forward
     activation = shape.layer_code.activation
+    if recipe.compiled:
+        # torch.compile computes elementwise work again in backward.
+        return element * feed * (2 if shape.gated else 1)
     if shape.gated:
         within = 3 * element
     elif activation in STEPWISE:
@@ -420,7 +501,7 @@ def norm_bytes(shape: ModelShape, recipe: Recipe) -> float:
     fp32 = _element(recipe) == 4.0
     if shape.layer_code.layer_norm:
         return 4.0 if fp32 or _casts(recipe) else 2.0
-    if recipe.library in ("native", "fused"):
+    if recipe.library in ("native", "fused") or recipe.compiled:
         return 4.0 if fp32 else 2.0
     if recipe.adapter:
         return 4.0

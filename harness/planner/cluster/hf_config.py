@@ -77,8 +77,8 @@ PHI_CODE = replace(
 )
 FAMILIES: dict[str, ConfigFamily] = {
     "llama": replace(PLAIN, bias_key="attention_bias"),
-    "mistral": PLAIN,
-    "mixtral": PLAIN,
+    "mistral": replace(PLAIN, code=replace(RMS_NORM, fp32_logits=True)),
+    "mixtral": replace(PLAIN, code=replace(RMS_NORM, fp32_logits=True)),
     "granite": replace(PLAIN, bias_key="attention_bias"),
     "phi3": replace(
         PLAIN,

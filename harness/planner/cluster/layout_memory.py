@@ -229,7 +229,7 @@ def recipe_of(
     return Recipe(
         precision=precision,
         gpus=shards,
-        sharding="full" if shards > 1 else "none",
+        sharding="none" if shards == 1 else "grad" if layout.zero == 2 else "full",
         recompute=RECOMPUTE[layout.recompute],
         sequence=-(-sequence // layout.context),
         micro_batch=layout.micro_batch,
@@ -237,7 +237,6 @@ def recipe_of(
         synchronised=not layout.whole_gradients,
         tensor=layout.tensor,
         expert=layout.expert,
-        resharded=layout.zero != 2,
         library=library,
     )
 

@@ -46,6 +46,8 @@ class LayerCode:
     """Whether attention's output is kept twice, in two layouts."""
     dropouts: int = 0
     """Number of masks of dropped hidden elements."""
+    fp32_logits: bool = False
+    """Whether the model returned fp32 logits in 2024 (Mistral and Mixtral)."""
     adapted_experts: bool = True
     """Whether peft's `all-linear` adapts routed experts."""
 

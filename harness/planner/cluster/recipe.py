@@ -10,14 +10,47 @@ from harness.planner.cluster.model_shape import ModelShape
 
 Precision = Literal["fp32", "bf16", "pure-bf16", "pure-bf16-fp32-reduce", "pure-bf16-fused"]
 Base = Literal["bf16", "int8", "nf4", "nf4-double", "gptq4"]
-Sharding = Literal["none", "full"]
+Sharding = Literal["none", "optimizer", "grad", "full"]
+"""What data-parallel GPUs share: nothing (DDP), optimizer states (ZeRO-1), also gradients (ZeRO-2),
+or also parameters (ZeRO-3, FSDP)."""
 Recompute = Literal["none", "selective", "full", "selective-op"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 """What backward recomputes: nothing, all but matrix products and attention, whole layers, or also
 every second product (torchtitan's selective recomputation by operator)."""
-Library = Literal["transformers", "transformers-2024", "fused", "native"]
-"""Code of model and loss. `transformers`: from 4.46 on. `transformers-2024`: before 4.46. `fused`:
-with fused cross-entropy and norms. `native`: torch's own fused norm (torchtitan, torchtune)."""
+Library = Literal["transformers", "transformers-2024", "fused", "native", "deepspeed"]
+"""Code of the model. `transformers`: from 4.46 on. `transformers-2024`: before 4.46. `fused`: with
+fused norms and loss. `native`: torch's own fused norm (torchtitan, torchtune). `deepspeed`: that of
+transformers, sharded by DeepSpeed."""
+Loss = Literal["plain", "plain-2024", "fused", "fused-2024", "in-place", "chunked"]
+"""How the loss treats logits. `plain`: torch's cross-entropy of fp32 logits. `fused`: one kernel
+for softmax and gradient. `in-place`: one kernel that writes the gradient over bf16 logits.
+`chunked`: a few tokens at once, or no logits at all (Liger, cut cross-entropy, TRL, torchtune).
+Names with a year are those of transformers before 4.46."""
+Optimizer = Literal[
+    "adamw",
+    "adamw-bf16",
+    "adamw-8bit",
+    "paged-adamw",
+    "paged-adamw-8bit",
+    "adafactor",
+    "lion",
+    "muon",
+    "sgd",
+]
+OPTIMIZERS: dict[Optimizer, tuple[float, float]] = {
+    "adamw": (1.0, 0.0),
+    "adamw-bf16": (0.0, 4.0),
+    "adamw-8bit": (0.0, 2.0 + 8 / 256),
+    "paged-adamw": (0.0, 0.0),
+    "paged-adamw-8bit": (0.0, 0.0),
+    "adafactor": (0.0, 0.0),
+    "lion": (0.5, 0.0),
+    "muon": (0.5, 0.0),
+    "sgd": (0.0, 0.0),
+}
+"""An optimizer's states: a share of Adam's two moments, and further bytes per parameter. 8-bit
+moments have two fp32 scales per 256 elements (bitsandbytes). Paged states move to the host if the
+GPU is full (QLoRA, arXiv 2305.14314, section 3). Adafactor keeps only rows and columns."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +167,20 @@ class Recipe:
     tensor: int = 1
     expert: int = 1
     """GPUs that share a mixture's experts."""
-    resharded: bool = True
-    """Whether full sharding frees gathered parameters between forward and backward."""
     library: Library = "transformers"
+    loss: Loss | None = None
+    """Code of the loss. None means the library's."""
+    optimizer: Optimizer = "adamw"
+    compiled: bool = False
+    """Whether torch.compile fuses norms and other elementwise work."""
+    quantised_experts: bool = False
+    """Whether matrices of routed experts are quantised and adapted one by one, as before
+    transformers 5."""
+    fp32_embeddings: bool = False
+    """Whether embedding and head of a quantised base are fp32, as after peft's
+    `prepare_model_for_kbit_training`."""
+    offloaded_activations: bool = False
+    """Whether layers keep their activations in host memory until backward (Unsloth, torchtune)."""
     fused_optimizer: bool = True
     """Whether the update avoids a temporary copy of all parameters (torch's `fused`)."""
     fp32_stream: bool = False
@@ -153,7 +197,18 @@ class Recipe:
     @property
     def gathers(self) -> bool:
         """Whether layers are gathered before use, from other GPUs or from the host."""
-        return self.sharding == "full" and (self.gpus > 1 or self.offload)
+        return self.sharding != "none" and (self.gpus > 1 or self.offload)
+
+    @property
+    def whole_gradients(self) -> bool:
+        """Whether each GPU of a sharded training keeps the gradients of all its parameters."""
+        several = self.accumulation > 1 and not self.synchronised
+        return self.sharding == "optimizer" or (several and self.sharding != "none")
+
+    @property
+    def loss_code(self) -> Loss:
+        usual: dict[Library, Loss] = {"transformers-2024": "plain-2024", "fused": "fused"}
+        return self.loss or usual.get(self.library, "plain")
 
 
 def matrix_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
@@ -175,12 +230,14 @@ def matrix_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
     return sizes | {"gate": (hidden, feed)} if shape.gated else sizes
 
 
-def quantised_parameters(shape: ModelShape) -> int:
+def quantised_parameters(shape: ModelShape, routed: bool = False) -> int:
     """Returns parameters that quantisation applies to: those in layers' matrices.
 
-    Routed experts form three-dimensional parameters, which bitsandbytes leaves alone.
+    `routed`: whether it applies to routed experts. In transformers 5 they form three-dimensional
+    parameters, which bitsandbytes leaves alone.
     """
-    feed = shape.shared_parameters + (shape.expert_parameters if shape.experts == 1 else 0)
+    experts = shape.experts if routed or shape.experts == 1 else 0
+    feed = shape.shared_parameters + experts * shape.expert_parameters
     return shape.layers * (shape.attention_parameters + feed)
 
 

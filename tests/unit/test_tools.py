@@ -1,0 +1,176 @@
+"""What people say about a training: options, defaults of tools, and tools' own files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.cli import app
+from harness.cell.errors import UsageError
+from harness.planner.cluster.recipe import Recipe
+from harness.planner.tools import DERIVED, FIELDS, config_fields, parsed, tool_fields, tool_names
+
+AXOLOTL = """
+base_model: llama-8b
+load_in_4bit: true
+adapter: qlora
+sequence_len: 4096
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+lora_r: 32
+lora_target_linear: true
+optimizer: paged_adamw_32bit
+gradient_checkpointing: true
+fsdp_config:
+  offload_params: true
+"""
+TORCHTUNE = """
+batch_size: 2
+gradient_accumulation_steps: 8
+model: {lora_rank: 8, lora_attn_modules: [q_proj, v_proj, output_proj]}
+tokenizer: {max_seq_len: 2048}
+optimizer: {_component_: torch.optim.AdamW}
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+enable_activation_checkpointing: True
+dtype: bf16
+"""
+DEEPSPEED = """{"zero_optimization": {"stage": 2, "offload_param": {"device": "none"}},
+"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"}"""
+ARGUMENTS = """--model_name_or_path llama-8b --per_device_train_batch_size 8 --use_peft
+--max_length=1024 --optim adamw_8bit --gradient_checkpointing"""
+
+
+def asked(words: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["fits", *words.split(), "--json"])
+    assert result.stdout, result.exception
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer
+
+
+def test_every_field_of_the_recipe_can_be_set() -> None:
+    """An option or `--set` reaches each field, and its value is in the answer."""
+    names = {field.name for field in dataclasses.fields(Recipe)}
+    assert names == ({*FIELDS} | {*DERIVED}) - {"model", "method", "rank", "targets"}
+    given = {
+        "precision": "pure-bf16",
+        "sharding": "grad",
+        "recompute": "selective",
+        "sequence": 1024,
+        "micro_batch": 2,
+        "accumulation": 3,
+        "synchronised": True,
+        "tensor": 2,
+        "expert": 2,
+        "library": "native",
+        "loss": "chunked",
+        "optimizer": "muon",
+        "compiled": True,
+        "quantised_experts": True,
+        "fp32_embeddings": True,
+        "offloaded_activations": True,
+        "fused_optimizer": False,
+        "fp32_stream": True,
+        "offload": True,
+    }
+    assert {*given} == names - {"adapter", "gpus", "base"}
+    settings = " ".join(f"--set {name}={value}" for name, value in given.items())
+    recipe = asked(f"llama-8b --gpus 2xh100-80gb --method full {settings}")["recipe"]
+    assert {name: recipe[name] for name in given} == given
+    words = "--targets q,v --lora-rank 4 --set base=int8"
+    recipe = asked(f"llama-8b --gpus h100-80gb {words}")["recipe"]
+    assert recipe["adapter"]["rank"] == 4
+    assert recipe["base"] == "int8"
+    assert "o" not in recipe["adapter"]["targets"]
+
+
+def test_accumulation_changes_the_answer() -> None:
+    """FSDP2 keeps whole gradients over micro-batches, unless it reduces each of them."""
+    words = "llama-8b --gpus 8xa100-40gb --method full"
+    one, several = asked(words), asked(f"{words} --accumulation 8")
+    assert (one["verdict"], several["verdict"]) == ("yes", "no")
+    assert several["peak_bytes"] > 1.5 * one["peak_bytes"]
+    assert asked(f"{words} --accumulation 8 --set synchronised=yes")["verdict"] == "yes"
+    assert {"name": "set", "value": "synchronised=yes"}.items() <= several["remedies"][0].items()
+
+
+def test_a_chunked_loss_has_no_logits() -> None:
+    """Liger's loss makes four times longer sequences fit."""
+    words = "llama-8b --gpus a100-80gb --method lora --recompute full --micro-batch 8 --seq 4096"
+    plain, chunked = (asked(f"{words} --loss {loss}") for loss in ("plain", "chunked"))
+    logits = 8 * 4096 * 128256
+    assert plain["allocated_bytes"] - chunked["allocated_bytes"] > 11 * logits
+    assert chunked["longest_sequence"] > 1.9 * plain["longest_sequence"]
+
+
+@pytest.mark.parametrize("tool", tool_names())
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_defaults_of_tools_are_understood(tool: str, method: str) -> None:
+    for name, text in tool_fields(tool.upper(), method).items():
+        parsed(name, text)
+
+
+def test_what_is_said_goes_before_a_file_and_a_file_before_a_tool(tmp_path: Path) -> None:
+    file = tmp_path / "train.yaml"
+    file.write_text(AXOLOTL)
+    answer = asked(f"--gpus 2x3090 --config {file} --like axolotl --lora-rank 8")
+    recipe = answer["recipe"]
+    assert (answer["model"], recipe["adapter"]["rank"]) == ("llama-8b", 8)
+    assert (recipe["accumulation"], recipe["optimizer"]) == (4, "paged-adamw")
+    assert (recipe["base"], recipe["loss"]) == ("nf4-double", "chunked")
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        (AXOLOTL, {"method": "qlora", "base": "nf4-double", "offload": True, "sequence": 4096}),
+        (TORCHTUNE, {"method": "lora", "loss": "chunked", "sequence": 2048, "recompute": "full"}),
+        (DEEPSPEED, {"method": "full", "sharding": "grad", "micro_batch": 4, "offload": None}),
+        (ARGUMENTS, {"method": "lora", "micro_batch": 8, "recompute": "full", "sequence": 1024}),
+    ],
+)
+def test_files_of_tools_are_read(tmp_path: Path, text: str, fields: dict[str, object]) -> None:
+    file = tmp_path / "file"
+    file.write_text(text)
+    found = {name: parsed(name, value) for name, value in config_fields(file).items()}
+    assert {name: found.get(name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "value"),
+    [
+        ("method", "LoRA", "lora"),
+        ("sequence", "32k", 32768),
+        ("sequence", "4,096", 4096),
+        ("targets", "q_proj,v_proj", ("q", "v", "qkv")),
+        ("recompute", "on", "full"),
+        ("sharding", "zero-2", "grad"),
+        ("optimizer", "adamw_bnb_8bit", "adamw-8bit"),
+        ("loss", "Liger", "chunked"),
+        ("base", "GPTQ", "gptq4"),
+    ],
+)
+def test_values_as_people_type_them(field: str, text: str, value: object) -> None:
+    assert parsed(field, text) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("--like torchtun", "did you mean torchtune"),
+        ("--set los=plain", "did you mean loss"),
+        ("--set offload=perhaps", "give yes or no"),
+        ("--optimizer adam9", "give one of adamw"),
+        ("--targets q,z", "'z' is neither all nor one of"),
+        ("--seq 0", "give a whole number"),
+        ("--config nowhere.yaml", "cannot read config"),
+    ],
+)
+def test_mistakes_name_what_would_be_right(words: str, hint: str) -> None:
+    result = CliRunner().invoke(app, ["fits", "llama-8b", "--gpus", "4090", *words.split()])
+    assert isinstance(result.exception, UsageError)
+    assert hint in str(result.exception)
