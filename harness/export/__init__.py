@@ -223,10 +223,7 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
         "tied": workload.tied,
         "ranges": [list(pair) for pair in data.ranges],
         "num_labels": data.num_labels,
-        "image_size": data.image_size,
-        "vocabulary": data.vocabulary,
-        "spread_steps": SPREAD_STEPS,
-        "spread_every": SPREAD_EVERY,
+        "data": data,
         "tokens_file": data.tokens_file,
         "tokens_argument": ' --tokens "$TOKENS"' if data.tokens_file else "",
         "fingerprint": data.fingerprint,
@@ -290,6 +287,7 @@ def _templates(folder: Path) -> Any:
     )
     environment.filters["quote"] = shlex.quote
     environment.filters["tojson"] = json.dumps
+    environment.globals |= {"spread_steps": SPREAD_STEPS, "spread_every": SPREAD_EVERY}
     return environment
 
 

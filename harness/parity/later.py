@@ -105,7 +105,9 @@ TIMES_LOSS = 10.0
 
 
 def norm_deviations(
-    ranks: Sequence[Sequence[float | None]], training_steps: Sequence[int], expected: Sequence[float]
+    ranks: Sequence[Sequence[float | None]],
+    training_steps: Sequence[int],
+    expected: Sequence[float],
 ) -> dict[int, float]:
     """Returns the largest relative deviation of any rank at each training step in the segment;
     infinite for unknown norms.

@@ -277,13 +277,7 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
         first.losses, [rank.deviations or Deviations() for rank in outcome.trained]
     )
     if reference:
-        emulated = reference.facts.get("replicas", 1)
-        # An emulation records the norms of the first rank, and others clip by norms of their own.
-        norms = [
-            [step.gradient_norm for step in rank.trained.steps]
-            for rank in outcome.answers
-            if rank.trained and prepared.layout.share(rank.rank) % emulated == 0
-        ]
+        norms = _norms(prepared, reference, outcome)
         taken = _without_ahead(steps, outcome.trained[0].replays_ahead, cell.parity_steps)
         verdict = with_norms(verdict, norm_deviations(norms, taken, reference.gradient_norms))
     distance = distance_to_fp32(cell, first.losses) if losses else None
@@ -313,6 +307,19 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
     if _ranks_agree(cell, last):
         verdict = judging.with_ranks(verdict, [rank.sketches or {} for rank in outcome.trained])
     return Verification(verdict, reference_losses, noise, distance, tuple(later), checks)
+
+
+def _norms(
+    prepared: PreparedTrial, reference: Reference, outcome: Outcome
+) -> list[list[float | None]]:
+    """Returns each rank's norms by step taken. An emulation records those of the first rank, and
+    the others clip by norms of their own."""
+    emulated = reference.facts.get("replicas", 1)
+    return [
+        [step.gradient_norm for step in rank.trained.steps]
+        for rank in outcome.answers
+        if rank.trained and prepared.layout.share(rank.rank) % emulated == 0
+    ]
 
 
 def _without_ahead(
