@@ -164,6 +164,8 @@ def flags(cell: CellResult) -> list[tuple[str, str]]:
             "its interval comes from the spread of the other cells" if measured else "no interval"
         )
         cautions.append(("1 trial", source))
+    if cell.narrow_sums:
+        cautions.append(("narrow sums", cell.narrow_sums))
     if cell.expected and cell.status == "diverged":
         cautions.append(("expected to diverge", "expected by the matrix: not a failure"))
     return cautions

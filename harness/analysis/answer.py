@@ -103,6 +103,8 @@ class Answer:
             caveats.append(
                 f"not verified in fp32, so {use.cell.precision} rounding may hide a deviation"
             )
+        if use.narrow_sums:
+            caveats.append(use.narrow_sums)
         return "; ".join(caveats)
 
 

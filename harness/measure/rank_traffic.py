@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import socket
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.seam.job import Router
+from harness.measure.clock import Method, replaced
+from harness.seam.job import Router, TrainState
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,6 +32,7 @@ class Call:
     tensor_bytes: int
     """Bytes of the whole tensor (after a gather, before a scatter), or of a list's tensors."""
     group_size: int
+    dtype: str = ""
 
 
 def _once(n: int) -> float:
@@ -146,7 +149,57 @@ def collective_call(name: str, args: Sequence[object]) -> Call | None:
     size = _group_size(args)
     functional = isinstance(args[-1], str)
     is_part = operation in ("gather", "scatter") or (functional and operation == "all_gather")
-    return Call(operation, tensor_bytes(args[position]) * (size if is_part else 1), size)
+    whole = tensor_bytes(args[position]) * (size if is_part else 1)
+    return Call(operation, whole, size, dtype_of(args[position]))
+
+
+@dataclass(frozen=True)
+class StepCalls:
+    calls: Counter[Call]
+    operators: list[int]
+    """Number of operators that torch saw, as the only item."""
+    sees_all: bool
+    """Whether ranks communicate only by torch or by calls that the strategy names."""
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.operators[0]) and self.sees_all
+
+    @property
+    def bytes_by_dtype(self) -> dict[str, int] | None:
+        """Bytes of floating-point tensors by operation and dtype, such as `all_reduce float32`.
+        None if torch did not see all collectives."""
+        if not self.complete:
+            return None
+        found: Counter[str] = Counter()
+        for call, count in self.calls.items():
+            if "float" in call.dtype:
+                found[f"{call.operation} {call.dtype}"] += count * call.tensor_bytes
+        return dict(found)
+
+
+@contextlib.contextmanager
+def step_calls(train_state: TrainState, processes: int) -> Iterator[StepCalls]:
+    """Counts the collectives of a step, also those outside torch.distributed that the strategy
+    names."""
+    import torch.distributed as dist
+
+    sees_all = processes == 1 or dist.is_initialized() or bool(train_state.collectives)
+    seen = StepCalls(Counter(), [0], sees_all)
+
+    def counted(operation: str, method: Method) -> Method:
+        def call(tensor: object, *args: object, **kwargs: object) -> object:
+            size = tensor_bytes(tensor)
+            seen.calls[Call(operation, size, processes, dtype_of(tensor))] += 1
+            return method(tensor, *args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, operation in train_state.collectives:
+            stack.enter_context(replaced(owner, name, functools.partial(counted, operation)))
+        stack.enter_context(counting(seen.calls, seen.operators))
+        yield seen
 
 
 def _group_size(args: Sequence[object]) -> int:
@@ -164,13 +217,20 @@ def _group_size(args: Sequence[object]) -> int:
     return dist.get_world_size()
 
 
-def tensor_bytes(tensors: object) -> int:
-    import torch
+def _tensors(nested: object) -> list[Tensor]:
+    from torch.utils._pytree import tree_leaves
 
-    if isinstance(tensors, torch.Tensor):
-        return tensors.numel() * tensors.element_size()
-    assert isinstance(tensors, Iterable)
-    return sum(tensor_bytes(part) for part in tensors)
+    leaves: list[Tensor] = tree_leaves(nested)
+    return leaves
+
+
+def tensor_bytes(tensors: object) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(tensors))
+
+
+def dtype_of(tensors: object) -> str:
+    """Returns the first tensor's dtype without torch's prefix; empty if there is none."""
+    return next((str(t.dtype).removeprefix("torch.") for t in _tensors(tensors)), "")
 
 
 _NOT_SENT, _BYTES_SENT = 144, 200

@@ -285,8 +285,14 @@ def _with_states(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRec
 
 
 def _with_traffic(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
+    collectives: dict[str, int] = {}
+    for rank in ranks:
+        for name, size in (rank.collectives or {}).items():
+            collectives[name] = max(size, collectives.get(name, 0))
     trial = replace(
-        trial, sent_bytes_per_step=all_known([rank.sent_bytes_per_step for rank in ranks])
+        trial,
+        sent_bytes_per_step=all_known([rank.sent_bytes_per_step for rank in ranks]),
+        collectives=json.dumps(collectives, sort_keys=True) if collectives else None,
     )
     offload = [rank.offload for rank in ranks if rank.offload]
     if not offload:

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from harness.cell.cell import Cell
@@ -18,6 +18,7 @@ from harness.measure.rank_traffic import (
     counted,
     folder_bytes,
     routers_of,
+    step_calls,
 )
 from harness.measure.resource_use import CpuTime, Energy, RankGpus
 from harness.parity.comparison import SGD_ERROR, RunningStatistics, deviations_from
@@ -116,6 +117,8 @@ class Loop:
         """Each replica's state before a reference's last steps."""
         self.states: RankStates | None = None
         self.expert_tokens: ExpertTokens | None = {} if job.workload.mixture_path else None
+        self.collectives: dict[str, int] | None = None
+        """See StepCalls.bytes_by_dtype. None if it is unknown."""
         self.settling = False
         """Whether the next step is not timed, because caches are cold."""
         self.compile_seconds = 0.0
@@ -240,6 +243,18 @@ class Loop:
         routers = job.train_state.routers or routers_of(job.train_state.model, job.workload)
         return counted(routers, self.expert_tokens)
 
+    @contextlib.contextmanager
+    def counting_collectives(self, index: int) -> Iterator[None]:
+        """Counts the collectives of the last warm-up step, unless it is compiled."""
+        train_state, cell = self.job.train_state, self.job.cell
+        counts = index == cell.warmup_steps - 1 and cell.compile == "none"
+        if train_state is None or not counts or self.job.layout.processes == 1:
+            yield
+            return
+        with step_calls(train_state, self.job.layout.processes) as seen:
+            yield
+        self.collectives = seen.bytes_by_dtype
+
     def take_turn(self, index: int) -> None:
         assert self.turn_client is not None
         self.stop_counting()
@@ -269,7 +284,7 @@ class Loop:
             self.settling = False  # no other step could be timed
         if self._counted_from is None and index >= self.job.cell.warmup_steps and not self.settling:
             self.start_counting()
-        with self.counting_tokens(index):
+        with self.counting_tokens(index), self.counting_collectives(index):
             loss, data_seconds, step_seconds = timed_step(
                 lambda: self.fetch(index), self.step, self.synchronize
             )

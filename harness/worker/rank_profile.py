@@ -5,7 +5,6 @@ import contextlib
 import functools
 import os
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from harness.cell.cell import Cell
 from harness.measure.clock import Method, replaced
 from harness.measure.memory_kinds import STEPS as TRACKED_STEPS
 from harness.measure.memory_kinds import peak_split
-from harness.measure.rank_traffic import Call, counting, tensor_bytes
+from harness.measure.rank_traffic import step_calls
 from harness.measure.step_breakdown import Event, Kind, breakdown, gpu_parts, kernel_kind
 from harness.record.profile_record import COMPONENTS
 from harness.worker.rank_answer import ProfiledAnswer, RankAnswer
@@ -109,19 +108,14 @@ def profile_rank(loop: Loop, answer: RankAnswer, traces: str | None) -> Profiled
 def _counted(
     loop: Loop, train_state: TrainState, index: int
 ) -> tuple[tuple[tuple[str, int, int, int], ...] | None, bool]:
-    import torch.distributed as dist
-
-    calls: Counter[Call] = Counter()
-    batch, processes, seen = loop.fetch(index), loop.job.layout.processes, [0]
-    with _sends(train_state, processes, calls), counting(calls, seen):
+    batch = loop.fetch(index)
+    with step_calls(train_state, loop.job.layout.processes) as seen:
         loop.step(batch)
-    other_means = processes > 1 and not (dist.is_initialized() or train_state.collectives)
-    counted = bool(seen[0]) and not other_means
     counts = tuple(
         (call.operation, call.tensor_bytes, call.group_size, count)
-        for call, count in sorted(calls.items())
+        for call, count in sorted(seen.calls.items())
     )
-    return counts if counted else None, bool(seen[0])
+    return counts if seen.complete else None, bool(seen.operators[0])
 
 
 def _profiled(
@@ -327,21 +321,4 @@ def _waits() -> Iterator[None]:
         stack.enter_context(
             replaced(torch.autograd, "_engine_run_backward", functools.partial(_marked, "backward"))
         )
-        yield
-
-
-@contextlib.contextmanager
-def _sends(train_state: TrainState, processes: int, calls: Counter[Call]) -> Iterator[None]:
-    """Counts collectives outside torch.distributed, which the strategy names."""
-
-    def counted(operation: str, method: Method) -> Method:
-        def call(tensor: object, *args: object, **kwargs: object) -> object:
-            calls[Call(operation, tensor_bytes(tensor), processes)] += 1
-            return method(tensor, *args, **kwargs)
-
-        return call
-
-    with contextlib.ExitStack() as stack:
-        for owner, name, operation in train_state.collectives:
-            stack.enter_context(replaced(owner, name, functools.partial(counted, operation)))
         yield

@@ -395,5 +395,6 @@ def _measurements(loop: Loop, setup_seconds: float, setup_peak: int | None) -> T
         compile_seconds=compile_seconds,
         loaded=loop.loaded,
         expert_tokens=loop.expert_tokens,
+        collectives=loop.collectives,
         states=loop.states,
     )

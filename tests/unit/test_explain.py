@@ -270,11 +270,11 @@ def test_collectives_are_counted_with_group_and_whole_tensor() -> None:
     finally:
         dist.destroy_process_group()
     assert calls == {
-        Call("all_reduce", 40, 4): 1,
-        Call("all_gather", 32, 4): 2,
-        Call("reduce_scatter", 32, 4): 1,
-        Call("broadcast", 6, 4): 1,
-        Call("all_gather", 80, 4): 1,
+        Call("all_reduce", 40, 4, "float32"): 1,
+        Call("all_gather", 32, 4, "float32"): 2,
+        Call("reduce_scatter", 32, 4, "float32"): 1,
+        Call("broadcast", 6, 4, "bfloat16"): 1,
+        Call("all_gather", 80, 4, "float32"): 1,
     }
     assert seen[0] > 6
 

@@ -32,6 +32,7 @@ class Subtle(Strategy):
         "last_part",
         "other_epsilon",
         "rare_rows",
+        "half_exchange",
     ] = "none"
     """The planted mistake."""
     from_step: int = 0
@@ -111,7 +112,12 @@ class _Made:
             dist.all_reduce(scaled)
             gradient.copy_(scaled.to(torch.float16).float() / 1024 / size)
             return
-        dist.all_reduce(gradient)
+        if wrong == "half_exchange":
+            half = gradient.bfloat16()
+            dist.all_reduce(half)
+            gradient.copy_(half)
+        else:
+            dist.all_reduce(gradient)
         gradient /= size
         if wrong == "rare_rows" and "embed" in self.names[parameter]:
             gradient[128:] = own[128:]  # of bytes that are not ASCII, which text hardly has
