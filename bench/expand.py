@@ -21,7 +21,7 @@ from bench.matrix import (
     read_matrix,
 )
 from bench.select import keep
-from harness.cell.cell import Cell
+from harness.cell.cell import Cell, without_folder
 from harness.cell.errors import Refused, Unavailable, UsageError, first_error
 from harness.record.plan import LeftOut
 from harness.run.expected import time_limit_seconds
@@ -90,9 +90,9 @@ def expand(
         except Refused as error:
             if isinstance(error, UnsuitableData):
                 mistake = mistake or str(error)
-            left_out.append(LeftOut(cell, "refused", str(error)))
+            left_out.append(LeftOut(cell, "refused", _with_short_name(cell, error)))
         except Unavailable as error:
-            left_out.append(LeftOut(cell, "unavailable", str(error)))
+            left_out.append(LeftOut(cell, "unavailable", _with_short_name(cell, error)))
     if mistake and not cells:
         raise UsageError(mistake)
     return Expanded(tuple(cells), tuple(left_out), frozenset(once & {cell.id for cell in cells}))
@@ -114,6 +114,12 @@ def _require_fit(cell: Cell, host: Host) -> None:
             f"needs about {need / 2**30:.1f} GiB per device by its formulas, but a device has"
             f" {there / 2**30:.1f} GiB"
         )
+
+
+def _with_short_name(cell: Cell, reason: Exception) -> str:
+    """Returns the reason, in which a user's file has no folder; a plan may name it in 20 lines."""
+    model = cell.workload.partition("+")[0]
+    return str(reason).replace(model, without_folder(model))
 
 
 def _require_variant(cell: Cell) -> None:

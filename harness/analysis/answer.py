@@ -80,6 +80,12 @@ class Answer:
         """Warnings about the recommendation; empty if there are none."""
         use = self.advice[0].cell
         caveats = []
+        share, high = use.relative.efficiency_single, use.relative.efficiency_single_high
+        if share and high and high * use.cell.devices < 1:
+            caveats.append(
+                f"one device alone is {1 / (share * use.cell.devices):.3g} times as fast as"
+                f" {use.cell.label}: this model is too small to share"
+            )
         if use.cell.device == "cpu":
             caveats.append("measured on CPU cores; on GPUs the order differs")
         if use.cell.devices == 1:

@@ -178,3 +178,11 @@ def test_a_run_records_the_command_that_started_it() -> None:
     )
     assert "abcdef" not in str(command_line("/bin/parallelism-bench", "run", *typed))
     assert command_line("train.py", "run") is None
+
+
+def test_a_model_too_small_to_share_says_that_one_device_is_faster(tmp_path: Path) -> None:
+    rows = trial_rows(Cell(strategy="single", devices=1), [6.0, 6.01, 6.0])
+    for strategy, speed in (("ddp", 2.0), ("horovod", 1.0)):
+        rows += trial_rows(Cell(strategy=strategy, devices=2), [speed, speed + 0.01, speed])
+    text = run_text(ran(stored(tmp_path, rows)), ["verdict"]).text
+    assert "one device alone is 3 times as fast as ddp: this model is too small to share" in text

@@ -50,6 +50,14 @@ def test_a_file_of_the_documents_is_a_workload(tmp_path: Path) -> None:
     assert facts.flops_per_sample > 2 * (16 * 64 + 64 * 4)
 
 
+def test_reasons_name_the_file_without_its_folder(tmp_path: Path) -> None:
+    names = [written(tmp_path), written(tmp_path) + "+lora"]
+    cells = [{"strategy": "vertical", "devices": 2, "workload": name} for name in names]
+    reasons = [left.reason for left in expand(Matrix(cells=cells), HOST).left_out]
+    assert len(reasons) == 2
+    assert all("my.py:Tiny" in reason and str(tmp_path) not in reason for reason in reasons)
+
+
 def test_an_installed_package_declares_workloads_that_are_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
