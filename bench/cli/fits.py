@@ -231,7 +231,8 @@ def _warning(question: FitQuestion) -> str:
 
     # Adapters' frozen weights are always in bf16.
     in_fp32 = question.method == "full" and question.precision == "fp32"
-    return "" if in_fp32 else missing_bf16(question.gpu)
+    warnings = ["" if in_fp32 else missing_bf16(question.gpu), question.shape.undescribed]
+    return "; ".join(filter(None, warnings))
 
 
 def _differences(question: FitQuestion) -> list[str]:

@@ -386,6 +386,7 @@ def explanation(plan: ClusterPlan) -> list[str]:
         )
     if plan.question.precision != "fp32":
         sentences.append(missing_bf16(gpu_named(plan.question.cluster.device)))
+    sentences.append(plan.question.shape.undescribed)
     if plan.goal == "cost":
         sentences.append(
             "With a fixed number of devices, the fastest layout is also the cheapest; compare"

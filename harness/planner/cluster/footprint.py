@@ -249,7 +249,7 @@ def _reducing(shape: ModelShape, recipe: Recipe, layer_activations: float) -> fl
 
 
 def _alien_experts(shape: ModelShape, recipe: Recipe) -> float:
-    return shape.experts * shape.expert_parameters * (1 - 1 / recipe.expert)
+    return shape.routed_parameters * (1 - 1 / recipe.expert)
 
 
 def _frozen(shape: ModelShape, recipe: Recipe, shards: int) -> float:
@@ -351,7 +351,7 @@ def merged_bytes(shape: ModelShape, recipe: Recipe) -> float:
     adapter = recipe.adapter
     if adapter is None or recipe.quantised_experts or not adapter.adapts_experts(shape):
         return 0.0
-    return 2.0 * shape.experts * shape.expert_parameters
+    return 2.0 * shape.routed_parameters
 
 
 def _stream(recipe: Recipe) -> float:

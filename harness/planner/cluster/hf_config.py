@@ -5,10 +5,12 @@ Follows transformers' code without importing it, except for types not in FAMILIE
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,7 +45,7 @@ class ConfigFamily:
     fp32_norms: bool = False
     softcapped: bool = False
     head_bias: bool = False
-    positions: int = 0
+    positions: int = -1
     """Learned positions beyond the configured number; -1 if there are none."""
     bias_key: str = ""
     """Config key that switches all attention biases."""
@@ -54,8 +56,6 @@ class ConfigFamily:
 
 UNKNOWN = ConfigFamily()
 """Stands for types without a family."""
-PLAIN = ConfigFamily(positions=-1)
-GEMMA = replace(PLAIN, tied=True, fp32_norms=True)
 GPT = ConfigFamily(
     tied=True,
     gated=False,
@@ -66,71 +66,38 @@ GPT = ConfigFamily(
     positions=0,
     code=LAYER_NORM,
 )
-NEOX_CODE = replace(LAYER_NORM, norm_inputs=1, whole_projection=True, copied_output=True)
-PHI_CODE = replace(
-    LAYER_NORM,
-    fused=False,
-    norm_inputs=1,
-    norm_outputs=1,
-    activation="gelu_new",
-    copied_output=True,
-)
-FAMILIES: dict[str, ConfigFamily] = {
-    "llama": replace(PLAIN, bias_key="attention_bias"),
-    "mistral": replace(PLAIN, code=replace(RMS_NORM, fp32_logits=True)),
-    "mixtral": replace(PLAIN, code=replace(RMS_NORM, fp32_logits=True)),
-    "granite": replace(PLAIN, bias_key="attention_bias"),
-    "phi3": replace(
-        PLAIN,
-        code=replace(RMS_NORM, fused=True, whole_projection=True, copied_output=True),
-    ),
-    "olmo2": replace(PLAIN, head_norms=2, fp32_norms=True),
-    "olmoe": replace(PLAIN, head_norms=2),
-    "qwen2": replace(PLAIN, qkv_bias=True),
-    "qwen2_moe": replace(PLAIN, qkv_bias=True, code=replace(RMS_NORM, adapted_experts=False)),
-    "qwen2_vl_text": replace(PLAIN, qkv_bias=True),
-    "qwen2_5_vl_text": replace(PLAIN, qkv_bias=True),
-    "qwen3": replace(PLAIN, head_norms=1),
-    "qwen3_moe": replace(PLAIN, head_norms=1),
-    "qwen3_vl_text": replace(PLAIN, head_norms=1),
-    "qwen3_vl_moe_text": replace(PLAIN, head_norms=1),
-    "gemma": GEMMA,
-    "gemma2": replace(GEMMA, layer_norms=4, softcapped=True),
-    "gemma3_text": replace(GEMMA, layer_norms=4, head_norms=1),
-    "gpt2": replace(GPT, dropout=0.1, code=replace(LAYER_NORM, activation="gelu_new", dropouts=2)),
-    "opt": replace(
-        GPT, positions=2, dropout=0.1, code=replace(LAYER_NORM, fused=False, activation="relu")
-    ),
-    "falcon": replace(GPT, positions=-1, qkv_bias=False, out_bias=False, feed_bias=False),
-    "gpt_neox": replace(GPT, tied=False, positions=-1, code=NEOX_CODE),
-    "phi": replace(GPT, tied=False, positions=-1, layer_norms=1, head_bias=True, code=PHI_CODE),
-    "starcoder2": replace(GPT, tied=True, positions=-1, code=replace(LAYER_NORM, fused=False)),
-    "bloom": replace(GPT, positions=-1, code=replace(LAYER_NORM, attention="eager")),
+_ROWS: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).parents[1].joinpath("families.yaml").read_text(encoding="utf-8")
+)["families"]
+TEXT_SIZES: dict[str, tuple[int, ...]] = {
+    kind: tuple(row.pop("sizes")) for kind, row in _ROWS.items() if "sizes" in row
 }
+"""transformers' defaults of SIZES; 0 if a size follows from the other sizes. A `text_config` omits
+them."""
+
+
+def _family(row: dict[str, Any]) -> ConfigFamily:
+    usual = GPT if row.pop("like", "") == "gpt" else ConfigFamily()
+    return replace(usual, **{**row, "code": replace(usual.code, **row.get("code", {}))})
+
+
+FAMILIES = {kind: _family(row) for kind, row in _ROWS.items()}
 QWEN2_MOE_SHARED = 5632
 """transformers' default of `shared_expert_intermediate_size`."""
 SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("intermediate_size", "vocab_size", "head_dim"),
 )
-TEXT_SIZES: dict[str, tuple[int, ...]] = {
-    "llama": (4096, 32, 32, 0, 11008, 32000),
-    "mistral": (4096, 32, 32, 8, 14336, 32000),
-    "granite": (4096, 32, 32, 0, 11008, 32000),
-    "phi3": (3072, 32, 32, 0, 8192, 32064),
-    "olmo2": (4096, 32, 32, 0, 11008, 50304),
-    "qwen2": (4096, 32, 32, 32, 22016, 151936),
-    "qwen3": (4096, 32, 32, 32, 22016, 151936, 128),
-    "gemma": (3072, 28, 16, 16, 24576, 256000, 256),
-    "gemma2": (2304, 26, 8, 4, 9216, 256000, 256),
-    "gemma3_text": (2304, 26, 8, 4, 9216, 262208, 256),
-}
-"""transformers' defaults of SIZES; 0 if a size follows from the other sizes. A `text_config` omits
-them."""
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = (
+    *("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_topk", "moe_k"),
+)
 USUAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Names that most of transformers' configs give to their sizes."""
 DROPOUTS = ("resid_pdrop", "dropout", "hidden_dropout", "residual_dropout")
 """Names of the share of hidden elements that layers drop."""
+SAME_WIDTH = 0.02
+"""Difference in a block's width that is due to its small parts."""
 UNTIED_BY_CONFIG = "tie_word_embeddings"
 
 
@@ -141,14 +108,13 @@ def from_config(path: Path) -> ModelShape:
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read(file)
-    name, counted = str(config.get("model_type", "")) or file.parent.name, None
+    name = str(config.get("model_type", "")) or file.parent.name
     if text := _text_config(config):
         config, name = text, f"{name} (text model only)"
     kind = str(config.get("model_type", ""))
     if kind not in FAMILIES and is_installed("torch") and is_installed("transformers"):
-        config, counted = _built(file, config)
-    shape = from_entries(config, name, str(file))
-    return shape if counted is None else replace(shape, other=counted - shape.parameters)
+        return _built(file, config, name)
+    return from_entries(config, name, str(file))
 
 
 def from_entries(config: Config, name: str, where: str = "") -> ModelShape:
@@ -176,7 +142,7 @@ def _shape(where: str, config: Config, kind: str, name: str) -> ModelShape:
     family = FAMILIES.get(kind, UNKNOWN)
     hidden = size(*(("n_embed",) if kind == "bloom" else ()), "hidden_size", "n_embd", "d_model")
     heads = size("num_attention_heads", "n_head")
-    experts = size("num_local_experts", "num_experts", "n_routed_experts", default=1)
+    experts = size(*EXPERTS, default=1)
     expert_width = size("moe_intermediate_size", default=0) if experts > 1 else 0
     act = str(config.get("hidden_act", config.get("activation_function", "silu")))
     feed_forward = expert_width or size(
@@ -187,25 +153,49 @@ def _shape(where: str, config: Config, kind: str, name: str) -> ModelShape:
         shared = size("n_shared_experts", default=0) * feed_forward
         usual = QWEN2_MOE_SHARED if kind == "qwen2_moe" else shared
         shared = size("shared_expert_intermediate_size", default=usual)
+    layers = size("num_hidden_layers", "n_layer")
+    dense = size("first_k_dense_replace", default=0) if experts > 1 else 0
+    latent = size("kv_lora_rank", default=0)
+    head_size = size("head_dim", default=hidden // heads)
+    if latent:
+        head_size = size("qk_nope_head_dim") + size("qk_rope_head_dim")
     return ModelShape(
         name=name,
-        layers=size("num_hidden_layers", "n_layer"),
+        layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=_kv_heads(config, kind, heads, size),
-        head_size=size("head_dim", default=hidden // heads),
+        kv_heads=heads if latent else _kv_heads(config, kind, heads, size),
+        head_size=head_size,
+        attention=_latent_parameters(hidden, heads, size) if latent else 0,
+        dense_layers=min(dense, layers - 1),
+        dense_feed_forward=size("intermediate_size") if dense else 0,
         feed_forward=feed_forward,
         vocabulary=size("vocab_size"),
         gated=_gated(config, act) if family is UNKNOWN else family.gated,
         tied=bool(config.get(UNTIED_BY_CONFIG, family.tied)),
         experts=experts,
-        experts_per_token=size("num_experts_per_tok", "experts_per_token", default=1),
+        experts_per_token=size(*EXPERTS_PER_TOKEN, default=1),
         shared_feed_forward=shared,
         extra_norms=max(0, family.layer_norms - 2),
         head_norms=family.head_norms > 0,
         fp32_norms=family.fp32_norms,
         softcapped=family.softcapped,
         code=_code(config, kind, family) if kind in FAMILIES else None,
+    )
+
+
+def _latent_parameters(hidden: int, heads: int, size: Callable[..., int]) -> int:
+    """Returns a layer's parameters of latent attention (DeepSeek-V2, arXiv 2405.04434, section
+    2.1). Queries, keys and values come from compressed vectors; keys share the rotated part."""
+    compressed, rotated = size("kv_lora_rank"), size("qk_rope_head_dim")
+    plain, values = size("qk_nope_head_dim"), size("v_head_dim")
+    queries, width = size("q_lora_rank", default=0), heads * (plain + rotated)
+    asked = queries * (hidden + width) if queries else hidden * width
+    return (
+        asked
+        + hidden * (compressed + rotated)
+        + compressed * heads * (plain + values)
+        + heads * values * hidden
     )
 
 
@@ -266,17 +256,69 @@ def _text_config(config: Config) -> Config:
     return {**dict(zip(SIZES, TEXT_SIZES.get(kind, ()), strict=False)), **text, **outer}
 
 
-def _built(file: Path, entries: Config) -> tuple[Config, int]:
-    """Returns the config with transformers' defaults, and the parameter count; raises UsageError if
-    it cannot be built."""
+def _built(file: Path, entries: Config, name: str) -> ModelShape:
+    """Returns the shape of the model that transformers builds, with the exact number of parameters.
+
+    Sizes are the config's, and blocks are as wide as their parameters are many. Everything else in
+    layers is their attention. Raises UsageError if the model cannot be built.
+    """
     from harness.workloads.catalog import make_workload
 
-    where = file.parent if file.name == "config.json" else file
-    workload = make_workload(f"hf:{where}")
+    workload = make_workload(f"hf:{file.parent if file.name == 'config.json' else file}")
     config = workload.hf_config()
-    usual = {name: getattr(config, name, None) for name in USUAL}
-    parameters = sum(p.numel() for p in workload.on_meta().parameters())
-    return {**config.to_dict(), **entries, **usual}, parameters
+    usual = {}
+    for size in USUAL:
+        # transformers refuses sizes that differ between layers by errors of its own.
+        with contextlib.suppress(Exception):
+            usual[size] = getattr(config, size)
+    kind = str(entries.get("model_type", ""))
+    shape = _shape(str(file), {**config.to_dict(), **entries, **usual}, kind, name)
+    counts, blocks = Counter[str](), Counter[tuple[str, str]]()
+    for path, tensor in workload.on_meta().named_parameters():
+        layer, part = _part(path, tensor.dim())
+        counts[part] += tensor.numel()
+        blocks[part, layer] += tensor.numel()
+    sparse = {layer for part, layer in blocks if part == "routed"} if shape.experts > 1 else set()
+    beside = sum(blocks["dense", layer] for layer in sparse)
+    per_width = (3 if shape.gated else 2) * shape.hidden
+    apart = shape.layers - len(sparse) if sparse else 0
+    per_layer = per_width * (len(sparse) or shape.layers)
+    routed, experts = (counts["routed"], shape.experts) if sparse else (counts["dense"], 1)
+    width = max(1, routed // per_layer // experts)
+    near = abs(width / shape.feed_forward - 1) < SAME_WIDTH
+    shape = replace(
+        shape,
+        experts=experts,
+        experts_per_token=min(experts, shape.experts_per_token),
+        feed_forward=shape.feed_forward if near else width,
+        shared_feed_forward=(counts["shared"] + beside) // per_layer if sparse else 0,
+        dense_layers=apart,
+        dense_feed_forward=(counts["dense"] - beside) // apart // per_width if apart else 0,
+        attention=max(1, counts["attention"] // shape.layers),
+    )
+    total = sum(counts.values())
+    # What is rounded up, such as a block of width 1, belongs to attention.
+    excess = -(-max(0, shape.parameters - total) // shape.layers)
+    shape = replace(shape, attention=max(1, shape.attention - excess))
+    return replace(shape, other=max(0, total - shape.parameters))
+
+
+def _part(path: str, axes: int) -> tuple[str, str]:
+    """Returns the layer and the part of it that a parameter belongs to, by transformers' names."""
+    found = re.match(r"(.*?\.\d+)\.(.*)", path)
+    if found is None or axes < 2 or path.endswith("bias"):
+        return "", "other"
+    layer, within = found.groups()
+    if "shared" in within:
+        return layer, "shared"
+    if "experts" in within:
+        return layer, "routed"
+    if re.search(r"router|mlp\.gate\.|moe\.gate\.|gate\.wg|shared_expert_gate", within):
+        return layer, "other"
+    block = re.search(
+        r"mlp|feed_forward|ffn|fc_?[12in]|dense_h_to_4h|dense_4h_to_h|intermediate", within
+    )
+    return layer, "dense" if block and axes == 2 else "attention"
 
 
 def _read(file: Path) -> Config:
@@ -330,6 +372,9 @@ def _others(config: Config, kind: str, family: ConfigFamily, shape: ModelShape) 
     ]
     if kind == "qwen2_moe":
         per_layer += hidden
+    if shape.attention:
+        # Norms of compressed queries, keys and values.
+        per_layer += _whole(config, "kv_lora_rank", 0) + _whole(config, "q_lora_rank", 0)
     ends = (family.norm - 1) * hidden
     if family.positions >= 0:
         count = _whole(config, "n_positions", _whole(config, "max_position_embeddings", 1024))

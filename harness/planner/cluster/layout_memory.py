@@ -83,7 +83,7 @@ def owned_parameters(shape: ModelShape, layouts: PlannedLayouts, stage: LayerSta
 
 
 def _parameters(shape: ModelShape, stage: LayerStage, expert_ranks: Ints) -> Floats:
-    experts = shape.experts * shape.expert_parameters
+    experts = shape.routed_parameters
     layer = shape.layer_parameters - experts + experts / expert_ranks
     ends = float(stage.embedding) + float(stage.head and not (shape.tied and stage.embedding))
     return np.asarray(stage.layers * layer + ends * shape.embedding_parameters)

@@ -10,8 +10,13 @@ from harness.cell.errors import UsageError
 MOST_LAYERS, MOST_ELEMENTS = 10_000, 10**7
 """Limits for layers and for other sizes, to catch mistakes."""
 
-OPTIONAL_SIZES = ("kv_heads", "head_size", "shared_feed_forward", "extra_norms")
+OPTIONAL_SIZES = (
+    *("kv_heads", "head_size", "shared_feed_forward", "extra_norms"),
+    *("attention", "dense_layers", "dense_feed_forward", "other"),
+)
 """Sizes that may be 0."""
+MOST_UNDESCRIBED = 0.02
+"""Share of a model's parameters up to which their use does not matter."""
 FULL = 0.997
 """Share of its part of the cost at which a stage counts as full; nanotron uses 1."""
 
@@ -58,7 +63,8 @@ LAYER_NORM = LayerCode(layer_norm=True, fused=True, activation="gelu")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shape of a decoder with equal layers between embedding and head; sizes in elements."""
+    """Shape of a decoder between embedding and head; sizes in elements. Layers count as equal, with
+    the mean of what differs between them."""
 
     name: str
     layers: int
@@ -89,6 +95,13 @@ class ModelShape:
     """Whether a hyperbolic tangent bounds attention scores and logits (Gemma 2)."""
     code: LayerCode | None = None
     """Code of a layer. None means that of Llama or, if ungated, that of GPT."""
+    attention: int = 0
+    """Mean number of parameters of a layer's attention, if it does not have four projections of
+    heads: latent attention, linear attention, convolution or a state-space model. 0 if it has."""
+    dense_layers: int = 0
+    """Number of a mixture's layers that have one dense block instead of experts."""
+    dense_feed_forward: int = 0
+    """Feed-forward width of these layers."""
     other: int = 0
     """Parameters beyond matrices and norms of hidden states: biases, norms of heads, positions,
     gates of shared experts."""
@@ -100,11 +113,10 @@ class ModelShape:
                 continue
             given = f"model {self.name!r}: {field.name} is {value}"
             most = MOST_LAYERS if field.name == "layers" else MOST_ELEMENTS
-            if field.name == "other":
-                continue
-            if value < 1 and field.name not in OPTIONAL_SIZES:
-                raise UsageError(f"{given}; give at least 1")
-            if value > most:
+            least = 0 if field.name in OPTIONAL_SIZES else 1
+            if value < least:
+                raise UsageError(f"{given}; give at least {least}")
+            if value > most and field.name not in ("other", "attention"):
                 raise UsageError(f"{given}; give at most {most}")
         if not self.head_size:
             if self.hidden % self.heads:
@@ -120,6 +132,8 @@ class ModelShape:
                 f"model {self.name!r}: {self.heads} heads are not divisible by {self.kv_heads}"
                 f" kv_heads; give a divisor of {self.heads}"
             )
+        if self.dense_layers >= self.layers:
+            raise UsageError(f"model {self.name!r}: all layers are dense_layers; give fewer")
         if self.experts_per_token > self.experts:
             raise UsageError(
                 f"model {self.name!r}: experts_per_token is {self.experts_per_token}, more than the"
@@ -142,12 +156,13 @@ class ModelShape:
     @property
     def active_feed_forward(self) -> int:
         """Feed-forward width that a token passes through."""
-        return self.experts_per_token * self.feed_forward + self.shared_feed_forward
+        routed = self.experts_per_token * self.feed_forward + self.shared_feed_forward
+        return self._mean(routed, self.dense_feed_forward)
 
     @property
     def widest_feed_forward(self) -> int:
         """Width of a layer's largest feed-forward block."""
-        return max(self.feed_forward, self.shared_feed_forward)
+        return max(self.feed_forward, self.shared_feed_forward, self.dense_feed_forward)
 
     @property
     def further_normalised(self) -> int:
@@ -162,35 +177,61 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of a layer's four projections."""
-        return self.hidden * (2 * self.attention_width + 2 * self.kv_width)
+        """Parameters of a layer's projections."""
+        return self.attention or self.hidden * (2 * self.attention_width + 2 * self.kv_width)
 
     @property
     def expert_parameters(self) -> int:
         return (3 if self.gated else 2) * self.hidden * self.feed_forward
 
     @property
+    def routed_parameters(self) -> int:
+        """Parameters of a layer's routed experts."""
+        return self._mean(self.experts * self.expert_parameters, 0)
+
+    @property
     def shared_parameters(self) -> int:
-        """Parameters of a layer's shared experts."""
-        return (3 if self.gated else 2) * self.hidden * self.shared_feed_forward
+        """Parameters of a layer's shared experts, or of its dense block."""
+        per_width = (3 if self.gated else 2) * self.hidden
+        return self._mean(per_width * self.shared_feed_forward, per_width * self.dense_feed_forward)
 
     @property
     def active_parameters(self) -> int:
         """Parameters of the matrices that a token passes through in a layer."""
-        experts = self.experts_per_token * self.expert_parameters
+        experts = self._mean(self.experts_per_token * self.expert_parameters, 0)
         return self.attention_parameters + experts + self.shared_parameters
+
+    def _mean(self, sparse: int, dense: int) -> int:
+        """Returns the mean over layers, rounded down, of what sparse and dense layers have."""
+        total = (self.layers - self.dense_layers) * sparse + self.dense_layers * dense
+        return total // self.layers
+
+    @property
+    def undescribed(self) -> str:
+        """Sentence about parameters that count as memory but not as time; empty if they are few."""
+        share = self.other / self.parameters
+        if share <= MOST_UNDESCRIBED:
+            return ""
+        return f"{share:.0%} of the parameters are in parts that count as memory, but not as time"
 
     @functools.cached_property
     def layer_parameters(self) -> int:
         """Parameters of a layer, including all experts."""
-        router = self.hidden * self.experts if self.experts > 1 else 0
+        return self._in_layers // self.layers
+
+    @functools.cached_property
+    def _in_layers(self) -> int:
+        per_width, router = (3 if self.gated else 2) * self.hidden, 0
+        if self.experts > 1:
+            router = self.hidden * self.experts
+        sparse = self.experts * self.expert_parameters + router
+        sparse += per_width * self.shared_feed_forward
+        every = self.attention_parameters + (2 + self.extra_norms) * self.hidden
         return (
-            self.attention_parameters
-            + self.experts * self.expert_parameters
-            + self.shared_parameters
-            + router
-            + (2 + self.extra_norms) * self.hidden
-            + self.other // self.layers
+            self.layers * every
+            + (self.layers - self.dense_layers) * sparse
+            + self.dense_layers * per_width * self.dense_feed_forward
+            + self.other
         )
 
     @property
@@ -205,8 +246,7 @@ class ModelShape:
     @functools.cached_property
     def parameters(self) -> int:
         """Parameters, counting a tied matrix once."""
-        ends = self.end_parameters + self.hidden
-        return self.layers * self.layer_parameters + self.other % self.layers + ends
+        return self._in_layers + self.end_parameters + self.hidden
 
 
 def padded_head(size: int) -> int:

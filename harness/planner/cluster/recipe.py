@@ -236,8 +236,9 @@ def quantised_parameters(shape: ModelShape, routed: bool = False) -> int:
     `routed`: whether it applies to routed experts. In transformers 5 they form three-dimensional
     parameters, which bitsandbytes leaves alone.
     """
-    experts = shape.experts if routed or shape.experts == 1 else 0
-    feed = shape.shared_parameters + experts * shape.expert_parameters
+    feed = shape.shared_parameters
+    if routed or shape.experts == 1:
+        feed += shape.routed_parameters
     return shape.layers * (shape.attention_parameters + feed)
 
 

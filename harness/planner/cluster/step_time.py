@@ -292,9 +292,13 @@ def _products(
     blocks = routed / per_expert * block(per_expert, f)
     if shape.shared_feed_forward:
         blocks = blocks + block(tokens, float(shape.shared_feed_forward))
+    dense = shape.dense_layers / shape.layers
+    blocks = (1 - dense) * blocks
+    if shape.dense_feed_forward:
+        blocks = blocks + dense * block(tokens, float(shape.dense_feed_forward))
     qkv = product(tokens, h, (queries + 2 * keys) / tensor, cluster, c, parts)
     out = product(tokens, queries / tensor, h, cluster, c, parts)
-    return qkv + out + blocks
+    return (qkv + out) * shape.attention_parameters / (2 * h * (queries + keys)) + blocks
 
 
 def _layer(
