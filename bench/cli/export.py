@@ -10,14 +10,18 @@ import typer
 from bench.cli.options import Cell, Json, Matrix, OutFolder, Results, Settings
 
 Target: TypeAlias = Annotated[
-    str,
-    typer.Option("--to", help="Launcher to export for: torchrun, slurm, accelerate or deepspeed."),
+    str | None,
+    typer.Option(
+        "--to",
+        help="Launcher to export for: torchrun, slurm, spawn, accelerate, deepspeed, mpirun or"
+        " horovodrun. [default: the one nearest to the cell's own]",
+    ),
 ]
 
 
 def export(
     which: Cell,
-    to: Target,
+    to: Target = None,
     matrix: Matrix = "full",
     settings: Settings = None,
     results: Results = Path("results"),
@@ -33,14 +37,16 @@ def export(
     """
     from bench.expand import cells_of
     from bench.select import find_cells, of_several, plainest
-    from harness.export import export_files, known_target, write_files
+    from harness.export import export_files, first_target, known_target, write_files
     from harness.record.store import Store
 
-    target = known_target(to)
+    if to:
+        known_target(to)
     cells = find_cells(
         cells_of(matrix, settings or []), which, matrix, Store(results), settings or []
     )
     cell = plainest(cells)
+    to = to or first_target(cell)
     files, note = export_files(cell, to)
     folder = out
     if folder is None and not json_output:
@@ -59,7 +65,7 @@ def export(
         }
         print(json.dumps(document))
         return
-    print(f"{cell.name} for {target}")
+    print(f"{cell.name} for {known_target(to)}")
     if several := of_several(which, len(cells)):
         print(f"  exported {several}")
     if note:

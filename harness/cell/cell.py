@@ -23,6 +23,10 @@ RECIPE = ("clip_norm", "schedule", "decay", "labels", "dropout", "balance_weight
 """Fields of the training recipe."""
 FILLED_IN = ("defaults", "strategy_digest", "workload_digest")
 """Fields that the suite fills in."""
+SET_BEFORE_IT_WAS_AN_OPTION: Mapping[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
+    "horovod": (("controller", "mpi"), ("mpi_yield_when_idle", True)),
+}
+"""Options by strategy that the suite once set, unnamed, whenever another option had this value."""
 _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
 """Fields excluded from the cell id, as they do not change what is measured."""
 
@@ -151,6 +155,16 @@ class Cell(BaseModel):
                 identity[field] = Path(identity[field]).name
         text = json.dumps(identity, sort_keys=True)
         return hashlib.blake2s(text.encode(), digest_size=6).hexdigest()
+
+    @property
+    def set_unnamed(self) -> dict[str, Any]:
+        """Option that a recorded cell was measured with although neither its options nor its
+        defaults name it; see `SET_BEFORE_IT_WAS_AN_OPTION`."""
+        if self.strategy not in SET_BEFORE_IT_WAS_AN_OPTION or not self.defaults:
+            return {}
+        (option, value), (name, hidden) = SET_BEFORE_IT_WAS_AN_OPTION[self.strategy]
+        named = {**self.defaults, **self.options}
+        return {name: hidden} if named.get(option) == value and name not in named else {}
 
     @property
     def workload_name(self) -> str:

@@ -29,14 +29,18 @@ if TYPE_CHECKING:
     from harness.workloads import Workload
 
 TARGETS = {
+    "spawn": "torch.multiprocessing.spawn, called by the script itself",
     "torchrun": "torchrun, torch's elastic launcher, on this machine",
     "slurm": "a batch script that starts torchrun on every node",
     "accelerate": "accelerate launch, from its config.yaml",
     "deepspeed": "the deepspeed launcher, from a ds_config.json",
+    "mpirun": "Open MPI's mpirun, with the arguments of Horovod's documentation",
+    "horovodrun": "horovodrun, Horovod's launcher, over Gloo or MPI",
 }
 _COMMANDS = {
-    "torchrun": 'exec torchrun --standalone --nproc-per-node {devices} train.py{tokens} "$@"',
+    "torchrun": 'exec torchrun --standalone --nproc-per-node {processes} train.py{tokens} "$@"',
     "slurm": 'exec sbatch "$@" job.sbatch',
+    "spawn": 'exec python train.py{tokens} "$@"',
     "accelerate": (
         'exec accelerate launch --config_file accelerate_config.yaml train.py{tokens} "$@"'
     ),
@@ -44,12 +48,25 @@ _COMMANDS = {
         "exec deepspeed --num_gpus {devices} --no_local_rank --master_port"
         ' "${{MASTER_PORT:-29500}}" train.py{tokens} "$@"'
     ),
+    "mpirun": 'exec mpirun {arguments} python train.py{tokens} "$@"',
+    "horovodrun": 'exec horovodrun {arguments} python train.py{tokens} "$@"',
 }
 _AUTO = {
     "causal": "AutoModelForCausalLM",
     "classification": "AutoModelForSequenceClassification",
 }
 """transformers auto class by workload kind; pretrained models of other kinds have no export."""
+_USUAL: dict[str, Any] = {
+    "clear": "optimizer.zero_grad()",
+    "no_sync": None,
+    "no_group": False,
+    "local_rank": 'os.environ["LOCAL_RANK"]',
+    "saves": False,
+    "trained": "model",
+    "loss_said": "The loss is the mean over the ranks.",
+    "loss_of_all": "total.item() / world",
+}
+"""Values of templates for strategies that set no others."""
 _WHAT = {
     "train.py": "the training script",
     "model.json": "the model's transformers config",
@@ -65,6 +82,13 @@ def known_target(to: str) -> str:
     if to not in TARGETS:
         raise UsageError(f"unknown target {to!r}; use one of {', '.join(TARGETS)}")
     return TARGETS[to]
+
+
+def first_target(cell: Cell) -> str:
+    """Returns the target whose launcher is nearest to the cell's own; `torchrun` if there is no
+    export."""
+    strategy = make_strategy(cell)
+    return next((to for to in TARGETS if plan_of(strategy, cell, to)), "torchrun")
 
 
 def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
@@ -89,9 +113,15 @@ def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
     _require_plain(cell, workload)
     values = _values(cell, workload, strategy) | plan.values
     values["saves"] = values["saves"] and not unsaved(cell)
+    values["spawns"] = to == "spawn"
     values["variables"] = {"OMP_NUM_THREADS": str(cell.threads_per_device), **plan.variables}
-    values["command"] = _COMMANDS[to].format(devices=cell.devices, tokens=values["tokens_argument"])
-    templates = _templates(Path(inspect.getfile(type(strategy))).parent / "templates")
+    values["command"] = _COMMANDS[to].format(
+        devices=cell.devices,
+        processes=values["processes"],
+        arguments=shlex.join(plan.arguments),
+        tokens=values["tokens_argument"],
+    )
+    templates = _templates(_file(strategy).parent / "templates")
     files = {
         "train.py": templates.get_template(plan.template).render(values),
         "model.json": _model_json(workload),
@@ -132,7 +162,8 @@ def _require_plain(cell: Cell, workload: Workload) -> None:
 
 
 def plan_of(strategy: Strategy, cell: Cell, to: str) -> Export | None:
-    """Returns the strategy's export; None if it has none. Ignores inherited exports, which train
+    """Returns the strategy's export; None if it has none. A strategy without a method `export` has
+    one to torchrun if a template has its file's name. Ignores inherited exports, which train
     differently."""
     plan = _plan_or_reason(strategy, cell, to)
     return None if isinstance(plan, Refused) else plan
@@ -141,12 +172,24 @@ def plan_of(strategy: Strategy, cell: Cell, to: str) -> Export | None:
 def _plan_or_reason(strategy: Strategy, cell: Cell, to: str) -> Export | Refused | None:
     if cell.recipe:
         return Refused(f"no standalone script trains with {cell.recipe}; leave it out")
-    if not _spans_nodes(cell, to):
+    if not _spans_nodes(cell, to) or (to == "spawn" and cell.launcher != "spawn"):
         return None
     try:
-        return strategy.export(cell, to) if "export" in vars(type(strategy)) else None
+        asked, file = "torchrun" if to == "spawn" else to, _file(strategy)
+        if "export" in vars(type(strategy)):
+            return strategy.export(cell, asked)
+        plain = f"{file.stem}.py.j2"
+        if asked not in ("torchrun", "slurm") or not (file.parent / "templates" / plain).exists():
+            return None
+        if stand_in := strategy.stand_in(cell):
+            raise Refused(f"this device only has a stand-in for {cell.strategy}: {stand_in}")
+        return Export(plain)
     except Refused as reason:
         return reason
+
+
+def _file(strategy: Strategy) -> Path:
+    return Path(inspect.getfile(type(strategy)))
 
 
 def why_not(cell: Cell) -> str:
@@ -164,8 +207,9 @@ def _spans_nodes(cell: Cell, to: str) -> bool:
 def taken_by(to: str) -> list[str]:
     """Returns the strategies that export to this target with default options on four devices, which
     is the minimum for 3D parallelism."""
+    launcher: Any = "spawn" if to == "spawn" else "elastic"
     plain = {
-        name: (kind(), Cell(strategy=name, devices=4))
+        name: (kind(), Cell(strategy=name, devices=4, launcher=launcher))
         for name, kind in strategies().items()
         if not any(field.is_required() for field in kind.model_fields.values())
     }
@@ -178,9 +222,10 @@ def _no_export(cell: Cell, strategy: Strategy, to: str) -> str:
     instead = f"it has one to {', '.join(has)}" if has else "it has none to any launcher"
     reason = _plan_or_reason(strategy, cell, to)
     why = f": {reason}" if isinstance(reason, Refused) else ""
+    others = f", and these have one to {to}: {', '.join(takes)}" if takes else ""
     return (
         f"{cell.label} in {cell.precision} on {cell.device} has no export to {to}{why};"
-        f" {instead}, and these have one to {to}: {', '.join(takes)}"
+        f" {instead}{others}"
     )
 
 
@@ -202,7 +247,11 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
     saved = workload.pretrained and has_weights(workload.pretrained)
     local = workload.pretrained and Path(workload.pretrained).exists()
     return {
+        **_USUAL,
         "cell": cell,
+        "scales": cell.precision == "fp16",
+        "processes": (processes := strategy.layout(cell.devices).processes),
+        "cores_per_process": cell.threads_per_device * max(1, cell.devices // processes),
         "options": strategy.model_dump(),
         "kind": workload.kind,
         "config_class": type(config).__name__,
@@ -217,6 +266,7 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
             and (str(Path(workload.pretrained or "").resolve()) if local else workload.pretrained)
         ),
         "block_path": workload.block_path,
+        "block_paths": workload.block_paths,
         "every_block": ", ".join(
             f"*model.get_submodule({json.dumps(path)})" for path in workload.block_paths
         ),
@@ -238,11 +288,6 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
         "dtype": {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(cell.precision),
         "loss_scale": LOSS_SCALE,
         "backend": "nccl" if cell.device == "cuda" else "gloo",
-        "no_sync": None,
-        "saves": False,
-        "trained": "model",
-        "loss_said": "The loss is the mean over the ranks.",
-        "loss_of_all": "total.item() / world",
     }
 
 
@@ -319,4 +364,12 @@ def write_files(files: dict[str, str], folder: Path) -> None:
         raise
 
 
-__all__ = ["TARGETS", "export_files", "known_target", "plan_of", "taken_by", "write_files"]
+__all__ = [
+    "TARGETS",
+    "export_files",
+    "first_target",
+    "known_target",
+    "plan_of",
+    "taken_by",
+    "write_files",
+]

@@ -35,6 +35,8 @@ class Export:
     variables: dict[str, str] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     """Packages beyond torch and transformers."""
+    arguments: tuple[str, ...] = ()
+    """Arguments of the launcher, for one that takes no others."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def make_strategy(cell: Cell) -> Strategy:
         if name in usual and value != usual[name]
     }
     try:
-        return cls(**{**noted, **cell.options})
+        return cls(**{**noted, **cell.set_unnamed, **cell.options})
     except ValidationError as error:
         raise UsageError(f"strategy {cell.strategy!r}, option {first_error(error)}") from None
 

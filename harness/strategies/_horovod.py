@@ -10,14 +10,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.cell.training import Retained
 from harness.host.packages import unbuilt
-from harness.seam import Job
+from harness.seam import Export, Job
 from harness.seam.checkpoints import StateFiles
 
 if TYPE_CHECKING:
@@ -77,16 +77,27 @@ def _open_mpi_version() -> int:
     return int(version[1]) if version else 4
 
 
-def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
-    """Returns Open MPI's command line for oversubscribed, unbound ranks, without ssh. A rank's two
-    threads share its cores, so the thread that waits for MPI must yield. By default Open MPI would
-    use every node of a SLURM allocation."""
-    settings = {
-        "hwloc_base_binding_policy": "none",
-        "mpi_yield_when_idle": "1",
-        # Keep Open MPI's messages and transport on loopback.
-        "btl_tcp_if_include": "lo",
-    }
+def documented(processes: int, tuned: bool, over_tcp: bool = False) -> list[str]:
+    """Returns mpirun's arguments as in Horovod's documentation ("Run Horovod with Open MPI").
+
+    `tuned`: make the thread that waits for MPI yield its core to the rank's other thread.
+    """
+    settings = {"pml": "ob1", "btl": "tcp,self" if over_tcp else "^openib"}
+    settings |= {"mpi_yield_when_idle": "1"} if tuned else {}
+    ranks = ["-np", str(processes), "--host", f"localhost:{processes}"]
+    placed = ["--bind-to", "none", "--map-by", "slot"]
+    return [*ranks, *placed, *_given(settings)]
+
+
+def _given(settings: Mapping[str, str]) -> list[str]:
+    return [word for name, value in settings.items() for word in ("--mca", name, value)]
+
+
+def mpirun(arguments: Sequence[str], scratch: Path) -> list[str]:
+    """Returns Open MPI's command line for these arguments, without ssh and outside SLURM, whose
+    whole allocation Open MPI would use."""
+    # Keep Open MPI's messages and transport on loopback.
+    settings = {"btl_tcp_if_include": "lo"}
     # Killed ranks would leave their files in /dev/shm.
     if _open_mpi_version() < 5:
         settings |= {"orte_tmpdir_base": str(scratch), "btl_vader_backing_directory": str(scratch)}
@@ -97,19 +108,26 @@ def mpirun(processes: int, scratch: Path, over_tcp: bool) -> list[str]:
         "ras": "^slurm",
         "plm": "^slurm" if shutil.which("ssh") or shutil.which("rsh") else "^slurm,rsh",
     }
-    settings |= {"btl": "tcp,self"} if over_tcp else {}
-    given = [word for name, value in settings.items() for word in ("--mca", name, value)]
-    return [
-        "mpirun",
-        "--allow-run-as-root",
-        "--oversubscribe",
-        "--host",
-        f"localhost:{processes}",
-        *given,
-        "-np",
-        str(processes),
-        sys.executable,
-    ]
+    return ["mpirun", "--allow-run-as-root", *arguments, *_given(settings), sys.executable]
+
+
+def export(
+    to: str, controller: str, arguments: list[str], variables: dict[str, str]
+) -> Export | None:
+    """`arguments`: mpirun's; see `documented`."""
+    tuned = "mpi_yield_when_idle" in arguments
+    if to == "horovodrun" and "tcp,self" not in arguments:
+        # It gives mpirun the documented arguments itself.
+        extra = ["--mpi-args=--mca mpi_yield_when_idle 1"] if tuned else []
+        arguments = [f"--{controller}", "-np", arguments[1], "-H", arguments[3], *extra]
+    elif to == "mpirun" and controller == "mpi":
+        # As for horovodrun, containers may run as root.
+        variables |= {f"OMPI_ALLOW_RUN_AS_ROOT{end}": "1" for end in ("", "_CONFIRM")}
+    else:
+        return None
+    launcher = "OMPI_COMM_WORLD" if controller == "mpi" else "HOROVOD"
+    values = {"local_rank": f'os.environ["{launcher}_LOCAL_RANK"]', "no_group": True}
+    return Export("horovod.py.j2", values, variables=variables, arguments=tuple(arguments))
 
 
 def places(hosts: Sequence[str]) -> list[SlotInfo]:
@@ -128,14 +146,19 @@ def places(hosts: Sequence[str]) -> list[SlotInfo]:
     return slots
 
 
-def initialize(job: Job, controller: str, fusion_bytes: int, cycle_time_ms: float) -> None:
-    import horovod.torch as hvd
-
-    os.environ |= {"HOROVOD_CONTROLLER": controller, "HOROVOD_CPU_OPERATIONS": controller}
-    os.environ |= {
+def variables(controller: str, fusion_bytes: int, cycle_time_ms: float) -> dict[str, str]:
+    return {
+        "HOROVOD_CONTROLLER": controller,
+        "HOROVOD_CPU_OPERATIONS": controller,
         "HOROVOD_FUSION_THRESHOLD": str(fusion_bytes),
         "HOROVOD_CYCLE_TIME": str(cycle_time_ms),
     }
+
+
+def initialize(job: Job, controller: str, fusion_bytes: int, cycle_time_ms: float) -> None:
+    import horovod.torch as hvd
+
+    os.environ |= variables(controller, fusion_bytes, cycle_time_ms)
     with rendezvous(job) if controller == "gloo" else contextlib.nullcontext():
         hvd.init()
 

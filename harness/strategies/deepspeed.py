@@ -50,8 +50,8 @@ class Deepspeed(ZeroOptions):
         return "DeepSpeed stage 0" if plain and cell.precision == "fp32" else None
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        sizes = model_facts(make_workload(cell.workload)).sizes
-        layout = self.layout(cell.devices)
+        workload, layout = make_workload(cell.workload), self.layout(cell.devices)
+        sizes = self.partitioned(workload, model_facts(workload)).sizes
         config = self.config(cell, layout, sizes, self.folder or "offload")
         on_cpu = cell.device == "cpu" and cell.precision == "fp32"
         asked = {
@@ -61,6 +61,8 @@ class Deepspeed(ZeroOptions):
         }
         if to == "accelerate":
             return accelerate_export(cell, deepspeed=config, about_deepspeed=asked)
+        if to not in ("torchrun", "slurm", "deepspeed"):
+            return None
         files = {"ds_config.json": json.dumps(config, indent=2) + "\n"}
         variables = deepspeed_variables(cell)
         plain = {"autocast": False, "mpu": "", "called": "engine", "trained_loss": "loss"}

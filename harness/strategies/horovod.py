@@ -11,7 +11,7 @@ from pydantic import Field
 from harness.cell.errors import Refused, Unavailable
 from harness.cell.training import Layout, States, Tolerance, TrainStep
 from harness.parity.verdict import widest
-from harness.seam import Capabilities, Cell, Job, ModelFacts, OwnLauncher, Strategy
+from harness.seam import Capabilities, Cell, Export, Job, ModelFacts, OwnLauncher, Strategy
 from harness.seam.formulas import all_reduced, in_half, model_states
 from harness.seam.job import standard_step
 from harness.strategies import _horovod
@@ -37,6 +37,9 @@ class Horovod(Strategy):
     transport: Literal["auto", "tcp"] = "auto"
     """Transport of MPI (Gloo's is TCP). `auto` uses shared memory within a node, where bytes sent
     are unknown."""
+    mpi_yield_when_idle: bool = False
+    """Open MPI's setting that lets a waiting thread give up its core, which a rank's own thread
+    needs if they share one."""
     op: Literal["average", "adasum"] = "average"
     """How gradients are combined; `adasum` combines updates and needs MPI."""
     compression: Literal["none", "fp16"] = "none"
@@ -56,6 +59,10 @@ class Horovod(Strategy):
             self._check_adasum(cell)
         if self.controller == "gloo" and self.transport == "tcp":
             raise Refused("Gloo's transport is always TCP: leave transport out, or use mpi")
+        if self.controller == "gloo" and cell.options.get("mpi_yield_when_idle"):
+            raise Refused(
+                "mpi_yield_when_idle is Open MPI's: set controller to mpi, or leave it out"
+            )
         if self.controller == "mpi" and cell.launcher == "spawn":
             raise Refused("mpirun starts the MPI controller's ranks: leave the launcher out")
         if lacks := _horovod.missing(self.controller, cell.device):
@@ -95,7 +102,14 @@ class Horovod(Strategy):
         return OwnLauncher("mpirun", self._mpirun) if self.controller == "mpi" else None
 
     def _mpirun(self, cell: Cell, scratch: Path) -> list[str]:
-        return _horovod.mpirun(cell.devices, scratch, self.transport == "tcp")
+        return _horovod.mpirun(self._documented(cell), scratch)
+
+    def _documented(self, cell: Cell) -> list[str]:
+        return _horovod.documented(cell.devices, self.mpi_yield_when_idle, self.transport == "tcp")
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        variables = _horovod.variables(self.controller, self._buffer_size, self.cycle_time_ms)
+        return _horovod.export(to, self.controller, self._documented(cell), variables)
 
     def setup(self, job: Job) -> TrainStep:
         _horovod.initialize(job, self.controller, self._buffer_size, self.cycle_time_ms)

@@ -63,14 +63,7 @@ class Pipeline(Strategy):
         return tuple(range(rank, count, ranks))
 
     def export(self, cell: Cell, to: str) -> Export | None:
-        """Returns a script whose stages are transformers' model without other layers."""
-        split = make_workload(cell.workload).split
-        if to not in ("torchrun", "slurm") or split is None:
-            return None
-        if split.exported:
-            raise Refused(split.exported)
-        values = pipeline_values(split, self.schedule, cell.devices, self._per_rank)
-        return Export("pipeline.py.j2", values)
+        return pipeline_export(cell, to, self.schedule, self._per_rank)
 
     def setup(self, job: Job) -> TrainStep:
         from harness.seam.pipelining import Pipe, Stage, train_step
@@ -106,6 +99,18 @@ class Pipeline(Strategy):
         apart = split is not None and ranks > 1 and not v_shaped
         tied = sum(8.0 * sizes[owner] for owner in split.tied.values()) if split and apart else 0.0
         return (2 * hidden * boundaries + tied) / ranks if ranks > 1 else 0.0
+
+
+def pipeline_export(
+    cell: Cell, to: str, schedule: Schedule, per_rank: int = 1, template: str = "pipeline.py.j2"
+) -> Export | None:
+    """Returns a script whose stages are transformers' model without other layers."""
+    split = make_workload(cell.workload).split
+    if to not in ("torchrun", "slurm") or split is None:
+        return None
+    if split.exported:
+        raise Refused(split.exported)
+    return Export(template, pipeline_values(split, schedule, cell.devices, per_rank))
 
 
 def pipeline_values(split: Split, schedule: Schedule, ranks: int, per_rank: int) -> dict[str, Any]:

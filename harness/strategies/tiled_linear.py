@@ -9,7 +9,7 @@ from pydantic import Field
 
 from harness.cell.errors import Refused
 from harness.cell.training import Layout, States
-from harness.seam import Cell, Job, ModelFacts
+from harness.seam import Cell, Export, Job, ModelFacts
 from harness.strategies.deepspeed import Deepspeed
 from harness.workloads import Workload, make_workload
 
@@ -41,6 +41,10 @@ class TiledLinear(Deepspeed):
                 f"the linear layer of {workload.name} shares its weight with the embedding, so it"
                 " cannot be tiled; use a llama workload"
             )
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        plain = None if to == "accelerate" else super().export(cell, to)
+        return plain and dataclasses.replace(plain, template="tiled_linear.py.j2")
 
     def partitioned(self, workload: Workload, facts: ModelFacts) -> ModelFacts:
         named = dict(tiles_of(workload, facts, self.out_tiles, self.in_tiles))

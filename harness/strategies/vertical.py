@@ -2,9 +2,10 @@ from __future__ import annotations
 
 from harness.cell.errors import Refused
 from harness.cell.training import Layout, States, TrainStep
-from harness.seam import Capabilities, Cell, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Export, Job, ModelFacts, Strategy
 from harness.seam.checkpoints import OF_STAGES
 from harness.seam.formulas import pipeline_states
+from harness.strategies.pipeline import pipeline_export
 from harness.workloads import Workload
 
 
@@ -23,6 +24,9 @@ class Vertical(Strategy):
                 f"vertical passes on the whole batch, not {cell.micro_batches} micro-batches; use"
                 " strategy pipeline for that"
             )
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        return pipeline_export(cell, to, "gpipe")
 
     def setup(self, job: Job) -> TrainStep:
         from harness.seam.pipelining import Pipe, Stage, train_step

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from harness.cell.training import Layout, States, TrainStep
-from harness.seam import Capabilities, Cell, Export, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Job, ModelFacts, Strategy
 from harness.seam.checkpoints import StateFiles
 from harness.seam.formulas import (
     all_reduced,
@@ -23,9 +23,6 @@ class ZeroRedundancy(Strategy):
 
     parameters_as_bucket_view: bool = False
     """Store a rank's parameters in one tensor, sent by a single broadcast."""
-
-    def export(self, cell: Cell, to: str) -> Export | None:
-        return Export("zero_redundancy.py.j2") if to in ("torchrun", "slurm") else None
 
     def setup(self, job: Job) -> TrainStep:
         from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -7,6 +7,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -47,7 +48,9 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def losses(said: str) -> list[float]:
-    rows = [json.loads(line) for line in said.splitlines() if line.startswith('{"step"')]
+    # horovodrun begins each line with the rank that printed it.
+    lines = re.findall(r'^(?:\[[\d,]+\]<stdout>:)*(\{"step".*\})', said, flags=re.M)
+    rows = [json.loads(line) for line in lines]
     assert [row["step"] for row in rows] == list(range(len(rows)))
     return [row["loss"] for row in rows]
 
@@ -216,9 +219,11 @@ STARTED_ANEW: Sets = [
     ("ddp", "torchrun", {"workload": "gpt2-nano", "micro_batches": 2}),
     ("accelerate", "accelerate", {"options": {"engine": "ddp"}, "precision": "bf16"}),
     ("deepspeed", "deepspeed", {"options": {"stage": 0}, "precision": "bf16"}),
+    ("ddp", "spawn", {"launcher": "spawn"}),
+    ("horovod", "horovodrun", {"micro_batches": 2}),
+    ("horovod", "mpirun", {"options": {"controller": "mpi", "mpi_yield_when_idle": True}}),
 ]
-"""One set for each launcher that starts its ranks as new interpreters: torchrun, accelerate launch
-and deepspeed."""
+"""One set for each launcher that starts its ranks as new interpreters."""
 SETS: Sets = [
     *STARTED_ANEW,
     (
@@ -276,6 +281,15 @@ SETS: Sets = [
     ("ddp", "slurm", {"recompute": "selective", "optimizer": "adamw_8bit"}),
     ("ddp", "accelerate", {"micro_batches": 2, "options": {"comm_hook": "powersgd"}}),
     ("fsdp2", "accelerate", {"recompute": "full"}),
+    ("amp", "torchrun", {"precision": "bf16", "options": {"opt_level": "O2"}}),
+    ("amp", "torchrun", {"precision": "bf16", "options": {"opt_level": "O3"}}),
+    ("collectives", "torchrun", {"options": {"average": "parameters", "period": 2}}),
+    ("post_local_sgd", "torchrun", {"options": {"start_step": 2, "period": 2}}),
+    ("fairscale_oss", "torchrun", {"micro_batches": 2}),
+    ("vertical", "torchrun", {}),
+    ("deepspeed_pipeline", "torchrun", {"workload": "gpt2-nano", "micro_batches": 2}),
+    ("tiled_linear", "torchrun", {}),
+    ("parameter_server", "torchrun", {"options": {"mode": "synchronous", "transport": "tcp"}}),
     ("accelerate", "accelerate", {"options": {"engine": "zero3"}, "micro_batches": 2}),
     ("deepspeed", "accelerate", {"options": {"stage": 1}}),
     (
@@ -305,7 +319,7 @@ def test_an_exported_set_trains_the_same(
     run_cells: RunCells, tmp_path: Path, strategy: str, to: str, axes: dict[str, Any]
 ) -> None:
     one = cell(strategy, **{"warmup_steps": 1, "timed_steps": 4, "parity_steps": 5, **axes})
-    for package in ("accelerate", "deepspeed"):
+    for package in ("accelerate", "deepspeed", "fairscale", "horovod"):
         needed = package in (strategy, to, *make_strategy(one).requires)
         if (needed or "zero" in str(axes)) and find_spec(package) is None:
             pytest.skip(f"{package} is not installed: make setup")

@@ -33,12 +33,16 @@ ALLOWED = {
     "accelerate",
     "bitsandbytes",
     "deepspeed",
+    "fairscale",
+    "horovod",
     "torchao",
     *sys.stdlib_module_names,
 }
 BY_TORCH = {
     *("single", "ddp", "fsdp1", "fsdp2", "zero_redundancy", "deepspeed", "ulysses", "ulysses_zero"),
-    *("tensor", "pipeline", "three_d"),
+    *("tensor", "pipeline", "three_d", "amp", "collectives", "post_local_sgd", "vertical"),
+    *("parameter_server", "fairscale_oss", "deepspeed_pipeline", "tiled_linear"),
+    *("data_parallel", "sync_batch_norm"),
     *(["distributed_config"] if DIVIDES_RANKS else []),  # else the cell is refused
 }
 """Strategies whose exports need torch's launcher only."""
@@ -97,7 +101,9 @@ def test_every_export_is_complete_and_readable(tmp_path: Path) -> None:
         seen.add((cell.strategy, to))
     expected = {(strategy, to) for strategy in BY_TORCH for to in ("torchrun", "slurm")}
     expected |= {(s, "accelerate") for s in ("ddp", "fsdp2", "deepspeed", "accelerate")}
-    assert seen == expected | {(s, "deepspeed") for s in ("deepspeed", "ulysses_zero")}
+    expected |= {(s, "deepspeed") for s in ("deepspeed", "tiled_linear", "ulysses_zero")}
+    expected |= {("ddp", "spawn"), ("horovod", "mpirun"), ("horovod", "horovodrun")}
+    assert seen == expected
 
 
 @pytest.mark.parametrize(
@@ -174,19 +180,21 @@ def test_the_documents_table_is_right() -> None:
         if row.startswith("| `")
     }
     said["slurm"] = said["torchrun"]
-    for to in TARGETS:
+    assert said.pop("mpirun") == "horovod with controller=mpi"
+    said["spawn"] = said["torchrun"]
+    for to in TARGETS.keys() - {"mpirun"}:
         assert set(said[to].split(", ")) == set(taken_by(to))
 
 
 @pytest.mark.parametrize(
     ("cell", "to", "said"),
     [
-        (small("fsdp1"), "deepspeed", "to deepspeed; it has one to torchrun.*: deepspeed, ulysses"),
-        (small("vertical"), "torchrun", "and these have one to torchrun"),
+        (small("fsdp1"), "deepspeed", "to deepspeed; it has one to torchrun.*: deepspeed, tiled"),
+        (small("ddp_elastic"), "torchrun", "and these have one to torchrun"),
         (small("tensor", workload="gpt2-nano"), "torchrun", "torchrun: torch .*Linear.* a llama"),
         (small("ddp", precision="fp16"), "accelerate", "in fp16 on cpu has no export"),
         (small("ddp", global_batch=3), "torchrun", "3.*2"),
-        (small("ddp"), "kubernetes", "use one of torchrun, slurm"),
+        (small("ddp"), "kubernetes", "use one of spawn, torchrun, slurm"),
     ],
     ids=lambda value: value.label if isinstance(value, Cell) else None,
 )
