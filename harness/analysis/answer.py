@@ -309,7 +309,25 @@ def answer(
     if complexity(simple)[:2] < complexity(use)[:2]:
         advice.append(Advice("Simplest", simple, _simple(simple, use)))
     reason = _reason(use, baseline, profiles or {})
-    return Answer(tuple(advice), tuple(ties), baseline, reason)
+    told = (
+        replace(part, explanation=part.explanation + _settings(part.cell, cells, baseline or use))
+        for part in advice
+    )
+    return Answer(tuple(told), tuple(ties), baseline, reason)
+
+
+def _settings(cell: CellResult, measured: Sequence[CellResult], other: CellResult) -> str:
+    """Says in which settings the cell differs from its library's documentation and, if the cell
+    was also measured without one of them, how fast it was compared with `other`."""
+    text = "; ".join(cell.placement.differences)
+    for name in cell.cell.options:
+        options = {option: v for option, v in cell.cell.options.items() if option != name}
+        label = cell.cell.model_copy(update={"options": options}).label
+        plainer = (result for result in measured if result.ranked and result.cell.label == label)
+        without = next(plainer, None)
+        if f"; {name}=" in f"; {text}" and without:
+            text += f"; without {name}, {_slower_or_faster(without, other)}"
+    return f" With {text}." if text else ""
 
 
 def _baseline(cells: Sequence[CellResult]) -> CellResult | None:

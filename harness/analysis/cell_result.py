@@ -53,6 +53,7 @@ class Placement:
     sequence_parallel: int | None = of_trials("shared", None)
     launched_by: str = of_trials("shared", "", "launcher")
     packages: tuple[str, ...] = of_trials("shared", ())
+    differences: tuple[str, ...] = of_trials("shared", ())
     wraps_ddp: str | None = of_trials("shared", None)
     stand_in: str | None = of_trials("shared", None)
     oversubscribed: bool = of_trials("shared", False)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import statistics
 from collections import Counter
@@ -115,9 +116,10 @@ def result_of(trials: Sequence[TrialRecord], estimates: RunEstimates) -> CellRes
     verified = bool(well) and all(trial.parity_verdict in VERIFIED for trial in well)
     judged = [trial for trial in trials if trial.parity_verdict is not None]
     fill = _Fill(trials, finished, min(judged, key=_worst_first, default=None))
+    cell = _cell(trials[0].cell)
     return CellResult(
         run_id=trials[0].run_id,
-        cell=_cell(trials[0].cell),
+        cell=cell,
         cell_id=trials[0].cell_id,
         status=status,
         reason=reason_of(trials),
@@ -126,7 +128,7 @@ def result_of(trials: Sequence[TrialRecord], estimates: RunEstimates) -> CellRes
         ranked=status == "ok" and verified and bool(finished),
         recorded_trials=len(trials),
         trials=len(finished),
-        placement=fill(Placement),
+        placement=_placement(fill, cell),
         work=_work(fill),
         speed=_speed(finished, estimates),
         times=fill(Times),
@@ -179,6 +181,12 @@ def _values(trials: Sequence[TrialRecord], name: str) -> list[float]:
 
 def _by_round(trials: Sequence[TrialRecord], name: str) -> dict[int, float]:
     return {t.trial: value for t in trials if (value := getattr(t, name)) is not None}
+
+
+def _placement(fill: _Fill, cell: Cell) -> Placement:
+    placement = fill(Placement)
+    unnamed = tuple(f"{name}={json.dumps(value)}" for name, value in cell.set_unnamed.items())
+    return replace(placement, differences=placement.differences or unnamed)
 
 
 def _work(fill: _Fill) -> Work:

@@ -133,6 +133,9 @@ class TrialRecord(Record):
     """elastic (torchrun's agent), spawn, or a library's command, such as mpirun"""
     packages: tuple[str, ...] = ()
     """packages needed in addition to torch"""
+    differences: tuple[str, ...] = ()
+    """settings that differ from what the library's documentation starts with, as NAME=VALUE
+    (documented: VALUE); those of all strategies are in docs/reference/strategies.md"""
     wraps_ddp: str | None = None
     """library or launcher by which plain DDP runs"""
     threads_per_device: Int32

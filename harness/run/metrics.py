@@ -40,6 +40,7 @@ from harness.record.trial import (
     shared_machine,
 )
 from harness.run.prepared import PreparedTrial
+from harness.seam.differences import differences_of
 from harness.seam.registry import required_packages, stand_in_of
 from harness.worker.rank_answer import RankAnswer, TrainedAnswer
 from harness.workloads.counts import ModelFacts, model_facts
@@ -462,6 +463,7 @@ def _with_placement(trial: TrialRecord, prepared: PreparedTrial, outcome: Outcom
         tensor_parallel=layout.tensor,
         sequence_parallel=layout.sequence,
         packages=strategy.requires,
+        differences=differences_of(strategy, cell),
         wraps_ddp=strategy.ddp_equivalent_of(cell),
         stand_in=stand_in,
         oversubscribed=oversubscribed(cell, cores, layout.processes),

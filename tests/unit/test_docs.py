@@ -19,6 +19,7 @@ from bench.matrix import matrix_names, read_matrix
 from harness.host.gpu_models import gpu_models
 from harness.record.files import TABLES
 from harness.record.table import Record
+from harness.seam.differences import EVERY_STRATEGY, declared
 from harness.seam.registry import strategies
 from tests import pages
 
@@ -68,6 +69,21 @@ def strategy_table() -> list[str]:
         options = ", ".join(f"`{option}`" for option in cls.model_fields) or "none"
         said = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
         rows.append(f"| `{name}` | {said} | {options} |")
+    return rows
+
+
+def differences_table() -> list[str]:
+    rows = ["| strategy | setting | here | documented | why | when |", "|---|---|---|---|---|---|"]
+    folder = Path(inspect.getfile(strategies()["single"])).parent
+    for strategy, found in declared(folder).items():
+        name = "every strategy" if strategy == EVERY_STRATEGY else f"`{strategy}`"
+        if not found:
+            rows.append(f"| {name} | none | | | | |")
+        for one in found:
+            when = ", ".join(f"{k}={json.dumps(v)}" for k, v in one.when.items()).replace('"', "")
+            rows.append(
+                f"| {name} | {one.name} | {one.value} | {one.documented} | {one.why} | {when} |"
+            )
     return rows
 
 
@@ -128,6 +144,7 @@ def gpu_table() -> list[str]:
         ("docs/hosts.md", "gpus", gpu_table),
         ("slurm/README.md", "site", site_table),
         ("docs/reference/strategies.md", "strategies", strategy_table),
+        ("docs/reference/strategies.md", "differences", differences_table),
         ("docs/reference/matrices.md", "matrices", matrix_table),
         ("docs/reference/schema.md", "schema", schema_table),
     ],
