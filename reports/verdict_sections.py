@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from harness.analysis.answer import why_no_advice, why_no_more_trials
+from harness.analysis.answer import Answer, why_no_advice, why_no_more_trials
 from harness.analysis.cell_result import CellResult
 from harness.analysis.ranking import of_real_things
 from harness.cell.errors import plural
@@ -94,13 +94,15 @@ def verdict_blocks(report: RunReport) -> ui.Blocks:
 
 
 def _commands(report: RunReport) -> ui.Facts:
-    """Returns commands that repeat the run and export the advised cell, to copy."""
-    again = prose("command run", matrix=shlex.quote(report.run.matrix))
-    commands = {"Run the matrix again": _one_command(report.run.command) or again}
-    if report.advised:
-        use = report.advised.advice[0].cell
-        commands["Export the advised cell"] = prose("command export", cell=shlex.quote(use.cell_id))
-    return ui.Facts([(what, data(plain_text(text), "command")) for what, text in commands.items()])
+    """Returns the command that repeats the run, to copy."""
+    again = plain_text(prose("command run", matrix=shlex.quote(report.run.matrix)))
+    command = _one_command(report.run.command) or again
+    return ui.Facts([("Run the matrix again", data(command, "command"))])
+
+
+def export_command(advised: Answer) -> str:
+    """Returns the command that writes the advised cell's script and launch command."""
+    return plain_text(prose("command export", cell=shlex.quote(advised.advice[0].cell.cell_id)))
 
 
 def _one_command(text: str | None) -> str | None:
@@ -192,9 +194,9 @@ def _lead(group: Group, between_runs: str) -> ui.Blocks:
         name = cell_name(advice.cell, place=False)
         items.append([strong(advice.role), " ", *name, ". ", data(advice.explanation)])
     more = {"Between runs": between_runs, "Why": advised.reason, "Caveat": advised.caveat}
-    items[1:1] = [
-        [strong(f"{what}:"), " ", data(f"{text}.")] for what, text in more.items() if text
-    ]
+    texts = {what: data(f"{text}.") for what, text in more.items() if text}
+    texts = {"Run it": data(export_command(advised), "command"), **texts}
+    items[1:1] = [[strong(f"{what}:"), " ", text] for what, text in texts.items()]
     return [ui.Paragraph([*title, ":"], "lead"), ui.Bullets(items, "answer")]
 
 

@@ -26,6 +26,7 @@ from harness.record.trial import NOT_LAUNCHED
 from harness.run.allocation import planned_headline
 from reports import write_report
 from reports.run_report import RunReport
+from reports.verdict_sections import export_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -133,6 +134,7 @@ def _as_json(store: Store, page: Path | None, report: RunReport) -> dict[str, ob
             {"role": a.role, "cell_id": a.cell.cell_id, "sentence": a.sentence}
             for a in (report.advised.advice if report.advised else ())
         ],
+        "command": report.advised and export_command(report.advised),
         "cells": [{name: cell.column(name) for name in columns} for cell in report.cells],
         "gpus_unused": report.run.gpus_unused,
     }

@@ -222,6 +222,9 @@ def advice(out: Console, answer: Answer, where: str, between_runs: str) -> None:
     out.print(f"[bold]Which strategy?[/bold] {escape(where)}", highlight=False)
     for choice in answer.advice:
         out.print(f"[bold]{choice.role}[/bold] {escape(choice.sentence)}", highlight=False)
+    from reports.verdict_sections import export_command
+
+    out.print(f"[bold]Run it[/bold] {export_command(answer)}", highlight=False)
     if between_runs:
         out.print(f"[bold]Between runs[/bold] {escape(between_runs)}", highlight=False)
     if answer.reason:
