@@ -530,7 +530,8 @@ def _smallest(cells: Sequence[CellResult]) -> list[CellResult]:
 
 def _memory(cell: CellResult, fastest: CellResult) -> str:
     peak = cell.memory.peak_memory_bytes or 0
-    size = f"{peak / MIB:,.0f} MiB" if peak < GIB else f"{peak / GIB:,.2f} GiB"
+    value, unit = (peak / MIB, "MiB") if peak < GIB else (peak / GIB, "GiB")
+    size = f"{value:.3g} {unit}" if value < 999 else f"{value:,.0f} {unit}"
     text = f"{size} on its fullest device"
     if cell is fastest or not fastest.memory.peak_memory_bytes:
         return f"{text}."
