@@ -36,6 +36,7 @@ Method = Literal["full", "lora", "dora", "qlora", "qdora"]
 SURE, HARDLY = 0.9, 0.1
 MOST_SEQUENCE, STEP = 2**20, 256
 MOST_BATCH = 1024
+MEASURED_SEQUENCES, MEASURED_GPUS = (1024, 8192), ("a100", "h100", "h200")
 FUSED: tuple[dict[str, str], ...] = ({}, {"library": "fused", "loss": "chunked"})
 """Plain code, and fused norms with a loss that makes no logits (Liger)."""
 
@@ -190,8 +191,7 @@ def answer(question: FitQuestion) -> FitAnswer:
         best = _fastest(single)
         alone = _rate(single, best[1]) if best else None
     ladder = [r for _, r in tried]
-    rate, anchor = _rate(question, recipe), question.anchor
-    within = math.exp(anchor.half_width) if anchor else USUAL_FACTOR
+    rate, within = speed(question, recipe)
     needed = footprint(question.shape, recipe)
     return FitAnswer(
         verdict,
@@ -209,7 +209,7 @@ def answer(question: FitQuestion) -> FitAnswer:
         () if verdict == "yes" else tuple(_remedies(question)),
         None if verdict == "yes" else _offload(question),
         alone,
-        anchor,
+        question.anchor,
     )
 
 
@@ -223,6 +223,24 @@ def _offload(question: FitQuestion) -> OffloadedFit | None:
             peak = footprint(question.shape, recipe).demand
             return OffloadedFit(fits, peak, host_bytes(question.shape, recipe))
     return None
+
+
+def speed(question: FitQuestion, recipe: Recipe) -> tuple[float, float]:
+    """Returns tokens per second of all GPUs, and the factor that bounds the 80% interval.
+
+    The factor is larger for what was not measured: short and long sequences, other GPUs than
+    MEASURED_GPUS, links through the host, and DeepSpeed.
+    """
+    rate, anchor = _rate(question, recipe), question.anchor
+    if anchor:
+        return rate, math.exp(anchor.half_width)
+    through_host = recipe.gpus > 1 and not question.gpu.peer_bytes_per_second(2)
+    unmeasured = (
+        not MEASURED_SEQUENCES[0] <= recipe.sequence <= MEASURED_SEQUENCES[1],
+        not question.gpu.host_name.startswith(MEASURED_GPUS),
+        through_host or recipe.library == "deepspeed",
+    )
+    return rate, math.exp(math.log(USUAL_FACTOR) * (1 + sum(unmeasured)))
 
 
 def _rate(question: FitQuestion, recipe: Recipe) -> float:

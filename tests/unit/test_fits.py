@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ from bench.cli import app
 from bench.expand import expand
 from bench.matrix import host_of, parse_changes, read_matrix
 from bench.select import baseline_choice
+from docs.studies.fine_tuning_scores import WITHIN, scores, wrong_odds
 from harness.cell.cell import Cell
 from harness.cell.errors import UsageError
 from harness.host.gpu_models import gpu_models, gpu_named
@@ -43,6 +45,7 @@ ROOT = Path(__file__).parents[2]
 H200 = ROOT / "results/reference/h200-141gb/finetune.csv"
 STUDY = ROOT / "docs/studies/fine-tuning-fits.md"
 DATA = os.environ.get("BENCH_FINETUNE_DATA", "")
+TOOLS = os.environ.get("BENCH_TOOLS_DATA", "")
 A100_LINK = 165e9
 A100_BASES: dict[str, Base] = {"none": "bf16", "nf4": "nf4-double", "gptq4": "gptq4"}
 OUR_SHAPES = {"llama-3-8b": "llama-8b"}
@@ -67,6 +70,19 @@ def a100_rows() -> list[tuple[dict[str, str], Recipe]]:
         )
         rows.append((row, recipe))
     return rows
+
+
+@pytest.mark.skipif(not TOOLS, reason="set BENCH_TOOLS_DATA to a table of runs with several tools")
+def test_published_runs_of_tools_are_predicted() -> None:
+    """Row 391 took less memory than its states have."""
+    found = list(scores(Path(TOOLS)))
+    assert {score.row["id"] for score in wrong_odds(found)} <= {"391"}
+    for tool in {score.tool for score in found}:
+        errors = [abs(s.memory - 1) for s in found if s.tool == tool and s.memory]
+        assert statistics.median(errors) < 0.1, tool
+    logs = [(abs(math.log(s.speed)), s.inside) for s in found if s.speed]
+    assert sum(log < math.log(WITHIN) for log, _ in logs) > 0.7 * len(logs)
+    assert sum(inside for _, inside in logs) > 0.9 * len(logs)
 
 
 @pytest.mark.skipif(not DATA, reason="set BENCH_FINETUNE_DATA to a table of measured fine-tunings")
@@ -437,3 +453,17 @@ def test_nothing_heavy_is_imported(words: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_unmeasured_speeds_have_wider_intervals() -> None:
+    """Sequences beyond those measured, consumer GPUs and slow links each widen the interval."""
+    ratios = []
+    for options in (
+        "llama-8b --gpus a100-80gb",
+        "llama-8b --gpus a100-80gb --seq 512",
+        "llama-8b --gpus 2x4090 --seq 512 --method qlora",
+    ):
+        answer = verdict_of(options)[1]
+        ratios.append(answer["tokens_high"] / answer["tokens_low"])
+    assert ratios[0] == pytest.approx(1.4**2)
+    assert ratios[0] < ratios[1] < ratios[2]
