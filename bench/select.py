@@ -62,20 +62,22 @@ def find_runs(store: Store, names: Sequence[str], every: bool = False) -> list[s
     return run_ids if every else run_ids[-1:]
 
 
-def find_sides(
-    patterns: Sequence[str], baseline: str | None, results: Path
-) -> tuple[RunSelection, RunSelection]:
-    """Returns the two runs or folders to compare; `baseline` is first. Raises UsageError if there
-    are not two."""
-    if baseline is not None:
-        named = results / REFERENCES / baseline
-        patterns = [str(named) if named.is_dir() else baseline, *(patterns or ["latest"])]
-    if len(patterns) != 2:
+def find_sides(names: Sequence[str], results: Path) -> tuple[RunSelection, RunSelection]:
+    """Returns the two runs or folders to compare; the second is the newest run if it is not named.
+    Raises UsageError for another number of names."""
+    if len(names) not in (1, 2):
         raise UsageError(
-            f"a comparison needs two runs or folders, not {len(patterns)}: python -m bench compare"
-            " A B, or --baseline A; the newest two runs of a matrix are latest~1 latest"
+            f"a comparison needs one or two runs or folders, not {len(names)}: python -m bench"
+            " compare A B; the newest two runs of a matrix are latest~1 latest"
         )
-    return two_sides(patterns[0], patterns[1], results)
+    first, second = (*names, "latest")[:2]
+    return two_sides(_kept(first, results), _kept(second, results), results)
+
+
+def _kept(name: str, results: Path) -> str:
+    """Returns the folder of reference results with this name, or else the name."""
+    folder = results / REFERENCES / name
+    return str(folder) if Path(name).name == name and folder.is_dir() else name
 
 
 def matches(cell: Cell, pattern: str) -> bool:

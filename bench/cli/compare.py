@@ -23,17 +23,11 @@ Sides: TypeAlias = Annotated[
     typer.Argument(
         metavar="A B",
         help=(
-            "Two runs or results folders. A run is named by its id or a prefix of it, latest, or"
-            " latest~1 for the run before of the same matrix; a folder stands for the newest run"
-            " of each of its cells. With --history: one strategy, cell id or pattern."
+            "Two runs or results folders; without the second, the newest run. A run is named by"
+            " its id or a prefix of it, latest, or latest~1 for the run before of the same matrix;"
+            " a folder stands for the newest run of each of its cells, and NAME for the folder"
+            " results/reference/NAME. With --history: one strategy, cell id or pattern."
         ),
-    ),
-]
-Baseline: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--baseline",
-        help="What to compare with (A): a run, a folder, or NAME for results/reference/NAME.",
     ),
 ]
 CellPair: TypeAlias = Annotated[
@@ -63,7 +57,6 @@ Format: TypeAlias = Annotated[
 
 def compare(
     sides: Sides = None,
-    baseline: Baseline = None,
     cells: CellPair = None,
     history: ShowHistory = False,
     figure: Figure = "throughput",
@@ -75,7 +68,7 @@ def compare(
 ) -> None:
     """Compare two runs, two cells of a run, or a cell over all runs.
 
-    Cells are compared on equal hardware. B defaults to the newest run if --baseline is given.
+    Cells are compared on equal hardware. B defaults to the newest run.
 
     Example: [bold]python -m bench compare latest~1 latest --fail-on regression[/bold]
     """
@@ -85,7 +78,7 @@ def compare(
 
     named_sides = sides or []
     if history:
-        if baseline or cells or fail_on or format_name or out or len(named_sides) > 1:
+        if cells or fail_on or format_name or out or len(named_sides) > 1:
             raise UsageError(
                 "--history takes at most one cell or pattern, and only the options --figure,"
                 " --results and --json"
@@ -98,9 +91,9 @@ def compare(
             " the two out, or name a file with --out"
         )
     comparison = (
-        _within(named_sides, baseline, cells, results)
+        _within(named_sides, cells, results)
         if cells
-        else compare_sides(*find_sides(named_sides, baseline, results))
+        else compare_sides(*find_sides(named_sides, results))
     )
     if out is not None or not json_output:
         suffixes = {".md": "md", ".json": "json", ".html": "html"}
@@ -132,9 +125,7 @@ def _write(comparison: RunComparison, chosen: str, out: Path | None) -> None:
         print(_text(comparison, chosen), end="")
 
 
-def _within(
-    sides: list[str], baseline: str | None, patterns: tuple[str, str], results: Path
-) -> RunComparison:
+def _within(sides: list[str], patterns: tuple[str, str], results: Path) -> RunComparison:
     from bench.select import closest, find_run, no_such_cell
     from harness.analysis.compare import compare_cells
     from harness.analysis.selection import measured
@@ -142,10 +133,8 @@ def _within(
     from harness.cell.errors import UsageError
     from harness.record.store import Store
 
-    if baseline is not None or len(sides) > 1:
-        raise UsageError(
-            "--cells compares two cells of one run: name one run, and leave --baseline out"
-        )
+    if len(sides) > 1:
+        raise UsageError("--cells compares two cells of one run: name one run")
     store = Store(results)
     run_id = find_run(store, *(sides or ["latest"]))
     predicted_widths = measured(store.load([run_id], steps=False))

@@ -130,7 +130,7 @@ def test_exit_codes_tell_scripts_the_outcome(folder: Path) -> None:
     assert ask(folder, "latest", "latest~1", "--fail-on", "regression")[0] == 0, (
         "faster and added are not regressions"
     )
-    assert ask(folder, "--baseline", "20260101", "--fail-on", "regression")[0] == 1
+    assert ask(folder, "20260101", "--fail-on", "regression")[0] == 1
     assert ask(folder, "latest~1", "latest")[0] == 0
 
 
@@ -149,7 +149,7 @@ def test_a_named_baseline_is_a_folder_below_the_results(folder: Path) -> None:
     baseline.write_run(RunRecord(**run_row(run_id=OLD)))
     for row in trial_rows(CELL, [45.0, 45.1]):
         baseline.write_trial(TrialRecord(**(row | {"run_id": OLD})))
-    found = json.loads(ask(folder, "--baseline", "release", "--json")[1])
+    found = json.loads(ask(folder, "release", "--json")[1])
     assert found["a"].endswith("reference/release")
     assert found["cells"][0]["ratio"] == pytest.approx(2.0, rel=1e-2)
 
@@ -169,9 +169,8 @@ def test_cells_of_one_run_from_the_command_line(folder: Path) -> None:
         ([OLD, "--cells", "dpp", "ddp"], "'dpp'"),
         ([OLD, "--cells", "ddp", "ddp"], "has the same workload"),
         ([OLD, NEW, "--cells", "ddp", "fsdp2"], "two cells of one run"),
-        ([OLD], "two runs or folders"),
-        ([], "two runs"),
-        ([OLD, NEW, "--baseline", OLD], "two runs"),
+        ([], "one or two runs"),
+        ([OLD, NEW, OLD], "one or two runs"),
     ):
         with pytest.raises(UsageError, match=re.escape(said)):
             ask(folder, *words)

@@ -61,10 +61,9 @@ def test_runs_are_found_by_id_prefix_or_latest(store: Store, tmp_path: Path) -> 
 
 
 def test_a_comparison_is_of_two(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="two runs or folders"):
-        find_sides(["latest"], None, tmp_path)
-    with pytest.raises(UsageError, match="two runs or folders"):
-        find_sides(["latest", "latest~1"], "release", tmp_path)
+    for names in ([], ["latest", "latest~1", "release"]):
+        with pytest.raises(UsageError, match="one or two runs or folders"):
+            find_sides(names, tmp_path)
 
 
 def test_an_exact_name_comes_before_a_pattern() -> None:
