@@ -109,9 +109,7 @@ class Answer:
             caveats.append(
                 f"not verified in fp32, so {use.cell.precision} rounding may hide a deviation"
             )
-        if use.narrow_sums:
-            caveats.append(use.narrow_sums)
-        return "; ".join(caveats)
+        return "; ".join(filter(None, [*caveats, use.narrow_sums]))
 
 
 def trustworthy(cells: Sequence[CellResult]) -> list[CellResult]:

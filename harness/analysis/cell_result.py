@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -22,10 +20,8 @@ WORST_VERDICT_FIRST = ("diverged", "unknown", "within tolerance", "exact")
 UNVERIFIED = "unverified"
 """Outcome that replaces status ok if parity is not verified."""
 
-SUMS = ("all_reduce", "reduce_scatter", "reduce")
-"""Collectives that add up."""
-LEAST_NARROW = 0.1
-"""Share of the bytes added up that must be narrow for a warning."""
+SUMS = ("all_reduce", "reduce")
+"""Beginnings of the names of collectives that add up."""
 T = TypeVar("T")
 Result = TypeVar("Result", bound="CellResult")
 Summary = Literal["shared", "median", "largest", "worst", "all"]
@@ -159,8 +155,7 @@ class Memory:
 class Traffic:
     sent_bytes_per_step: float | None = None
     """Bytes that the busiest rank sends per step, median over trials."""
-    collectives: str | None = of_trials("shared", None)
-    """JSON: bytes of a step by collective and dtype."""
+    collectives: tuple[str, ...] = of_trials("shared", ())
     gradient_dtypes: tuple[str, ...] = of_trials("shared", ())
     offload_read_bytes_per_step: float | None = of_trials("median", None)
     offload_written_bytes_per_step: float | None = of_trials("median", None)
@@ -302,18 +297,15 @@ class CellResult:
     def narrow_sums(self) -> str:
         """Warning that ranks add up in a narrower dtype than that of the gradients; empty if they
         do not, or if it is unknown. Tensor parallelism in half precision adds up activations."""
-        sums: Counter[str] = Counter()
-        for name, size in json.loads(self.traffic.collectives or "{}").items():
-            operation, dtype = name.split()
-            sums[dtype] += size if operation in SUMS else 0
+        sums = [name.split()[1] for name in self.traffic.collectives if name.startswith(SUMS)]
         widest = max(self.traffic.gradient_dtypes, key=_bits, default="")
-        narrow = [name for name in sums if _bits(name) < _bits(widest)]
+        narrow = " and ".join(name for name in sums if _bits(name) < _bits(widest))
         activations = self.cell.precision != "fp32" and (self.placement.tensor_parallel or 1) > 1
-        if activations or sum(sums[name] for name in narrow) <= LEAST_NARROW * sums.total():
+        if activations or not narrow:
             return ""
         return (
-            f"its ranks add up in {' and '.join(narrow)}, although gradients are {widest}: this"
-            " rounding grows with the number of ranks, and has made trainings on hundreds unstable"
+            f"its ranks add up in {narrow}, although gradients are {widest}: this rounding grows"
+            " with the number of ranks, and has made trainings on hundreds unstable"
         )
 
     @property
@@ -330,8 +322,7 @@ class CellResult:
 
 
 def _bits(dtype: str) -> int:
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 0
+    return int("0" + "".join(re.findall(r"\d+", dtype)[:1]))
 
 
 GROUPS: dict[str, type] = {

@@ -81,6 +81,8 @@ def algorithm_bytes(calls: Iterable[tuple[Call, float]], backend: str) -> float:
     )
 
 
+LEAST_BYTES = 1024
+"""Size of a collective below which its dtype does not count: norms, losses and flags."""
 # Operators of torch's namespaces c10d and _c10d_functional -> operation, position of the whole
 # tensor.
 _OPERATORS = {
@@ -158,24 +160,19 @@ class StepCalls:
     calls: Counter[Call]
     operators: list[int]
     """Number of operators that torch saw, as the only item."""
-    sees_all: bool
+    all_named: bool
     """Whether ranks communicate only by torch or by calls that the strategy names."""
 
     @property
     def complete(self) -> bool:
-        return bool(self.operators[0]) and self.sees_all
+        return bool(self.operators[0]) and self.all_named
 
     @property
-    def bytes_by_dtype(self) -> dict[str, int] | None:
-        """Bytes of floating-point tensors by operation and dtype, such as `all_reduce float32`.
-        None if torch did not see all collectives."""
-        if not self.complete:
-            return None
-        found: Counter[str] = Counter()
-        for call, count in self.calls.items():
-            if "float" in call.dtype:
-                found[f"{call.operation} {call.dtype}"] += count * call.tensor_bytes
-        return dict(found)
+    def dtypes(self) -> tuple[str, ...]:
+        """Collectives of floating-point tensors with their dtypes; empty unless complete."""
+        large = [call for call in self.calls if call.tensor_bytes >= LEAST_BYTES]
+        named = {f"{call.operation} {call.dtype}" for call in large if "float" in call.dtype}
+        return tuple(sorted(named)) if self.complete else ()
 
 
 @contextlib.contextmanager
@@ -184,8 +181,8 @@ def step_calls(train_state: TrainState, processes: int) -> Iterator[StepCalls]:
     names."""
     import torch.distributed as dist
 
-    sees_all = processes == 1 or dist.is_initialized() or bool(train_state.collectives)
-    seen = StepCalls(Counter(), [0], sees_all)
+    all_named = processes == 1 or dist.is_initialized() or bool(train_state.collectives)
+    seen = StepCalls(Counter(), [0], all_named)
 
     def counted(operation: str, method: Method) -> Method:
         def call(tensor: object, *args: object, **kwargs: object) -> object:

@@ -183,9 +183,9 @@ class TrialRecord(Record):
 
     sent_bytes_per_step: tuple[float, ...] = ()
     """by CPU rank: TCP payload sent per timed step, headers of libraries included"""
-    collectives: str | None = None
-    """JSON: bytes of a step's floating-point tensors by collective and dtype, such as
-    `all_reduce bfloat16`, on the rank with most; null if unknown or if there are none"""
+    collectives: tuple[str, ...] = ()
+    """a step's collectives of floating-point tensors with their dtypes, such as
+    all_reduce bfloat16; empty if unknown"""
     offload_read_bytes_per_step: float | None = None
     """bytes read from block devices per timed step, all ranks; only with states offloaded to
     disk"""

@@ -276,6 +276,7 @@ def _with_states(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRec
         parameter_dtypes=distinct([rank.parameter_dtypes for rank in states]),
         gradient_dtypes=distinct([rank.gradient_dtypes for rank in states]),
         optimizer_state_dtypes=distinct([rank.optimizer_state_dtypes for rank in states]),
+        collectives=distinct([rank.collectives for rank in ranks]),
         parameter_bytes=bytes_by_rank("parameters"),
         gradient_bytes=bytes_by_rank("gradients"),
         optimizer_bytes=bytes_by_rank("optimizer"),
@@ -286,14 +287,8 @@ def _with_states(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRec
 
 
 def _with_traffic(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    collectives: dict[str, int] = {}
-    for rank in ranks:
-        for name, size in (rank.collectives or {}).items():
-            collectives[name] = max(size, collectives.get(name, 0))
     trial = replace(
-        trial,
-        sent_bytes_per_step=all_known([rank.sent_bytes_per_step for rank in ranks]),
-        collectives=json.dumps(collectives, sort_keys=True) if collectives else None,
+        trial, sent_bytes_per_step=all_known([rank.sent_bytes_per_step for rank in ranks])
     )
     offload = [rank.offload for rank in ranks if rank.offload]
     if not offload:

@@ -117,8 +117,7 @@ class Loop:
         """Each replica's state before a reference's last steps."""
         self.states: RankStates | None = None
         self.expert_tokens: ExpertTokens | None = {} if job.workload.mixture_path else None
-        self.collectives: dict[str, int] | None = None
-        """See StepCalls.bytes_by_dtype. None if it is unknown."""
+        self.collectives: tuple[str, ...] = ()
         self.settling = False
         """Whether the next step is not timed, because caches are cold."""
         self.compile_seconds = 0.0
@@ -253,7 +252,7 @@ class Loop:
             return
         with step_calls(train_state, self.job.layout.processes) as seen:
             yield
-        self.collectives = seen.bytes_by_dtype
+        self.collectives = seen.dtypes
 
     def take_turn(self, index: int) -> None:
         assert self.turn_client is not None

@@ -82,8 +82,8 @@ class TrainedAnswer:
     loaded: LoadedAnswer | None = None
     expert_tokens: dict[int, tuple[int, ...]] | None = None
     """Tokens per expert in a warm-up step, by block; empty if another rank counts them."""
-    collectives: dict[str, int] | None = None
-    """Bytes by operation and dtype in a warm-up step; None if they are unknown."""
+    collectives: tuple[str, ...] = ()
+    """Collectives of a warm-up step with their dtypes; empty if they are unknown."""
 
 
 @dataclass(frozen=True)
