@@ -300,6 +300,11 @@ class ClusterCalibration:
         """Returns the step-time constants; `pipeline_stall` is 0 on unmeasured links."""
         return self.time if links == self.links else replace(self.time, pipeline_stall=0.0)
 
+    def memory_on(self, links: str) -> MemoryConstants:
+        """Returns the memory constants. nanotron, which made the calibrated runs, keeps a second copy
+        of gradients; Megatron-LM does not."""
+        return self.memory if links == self.links else replace(self.memory, bucket=0.0)
+
 
 def calibration_file(given: str | Path | None) -> Path:
     return DEFAULT if given is None or str(given) == "default" else Path(given)

@@ -45,6 +45,8 @@ MOST_STAGES, MOST_SIMULATED = 64, 128
 MOST_DEVICES = 2**16
 SURE = 0.9
 """Probability of fitting from which a layout counts as fitting, if memory is the goal."""
+LIKELY = 0.5
+"""Probability of fitting without offload from which layouts with offload are left out."""
 MOST_SIZES = 5
 SPAN = 16.0
 """Maximum ratio between the sizes of compared models."""
@@ -135,6 +137,10 @@ def plan(
         raise UsageError(f"unknown goal {goal!r}; known goals are {', '.join(GOALS)}")
     if layouts is None:
         layouts = enumerate_layouts(question)
+        within = layouts.take(layouts.offload == 0)
+        # Offload is slower and hardly measured, so it is for models that do not fit without it.
+        if predict(question, within, calibration).fits.max() >= LIKELY:
+            layouts = within
     result = predict(question, layouts, calibration)
     refused = result.refused
     if refused.all():

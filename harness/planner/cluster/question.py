@@ -18,7 +18,8 @@ MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}
 MOST_TENSOR_NODES = 4
 LEAST_TOKENS = 1024
 """Minimum number of tokens of a sequence per context device."""
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+MOST_MICRO_BATCH = 128
+"""Maximum number of sequences of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ def enumerate_layouts(question: ClusterQuestion) -> PlannedLayouts:
         if question.global_batch % data:
             continue
         per_rank = question.global_batch // data
-        sizes = [size for size in MICRO_BATCHES if per_rank % size == 0]
+        sizes = [size for size in divisors(per_rank) if size <= MOST_MICRO_BATCH]
         experts = [
             expert for expert in divisors(data) if shape.experts > 1 and shape.experts % expert == 0
         ] or [1]
@@ -260,7 +261,7 @@ def _nothing(question: ClusterQuestion, axes: Sequence[tuple[int, int, int, int]
         at_once = {
             data * size
             for data, _, _, context in axes
-            for size in (MICRO_BATCHES if context == 1 else (1,))
+            for size in (range(1, MOST_MICRO_BATCH + 1) if context == 1 else (1,))
         }
         nearest = min(sorted(at_once), key=lambda size: abs(size - batch))
         return (
