@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import re
@@ -160,8 +161,13 @@ def _plain(name: str) -> str:
 
 
 def parse_gpus(text: str) -> tuple[int, GpuModel]:
-    """Returns number and model of GPUs such as `2 x rtx-4090` or `h100`; raises UsageError."""
-    match = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\S.*?)\s*", text, re.IGNORECASE)
+    """Returns number and model of GPUs such as `2 x rtx-4090`, `4090x2` or `h100`; raises
+    UsageError."""
+    plain = text.strip()
+    if last := re.fullmatch(r"(\S.*?)\s*[x*]\s*([1-9]\d?)", plain, re.IGNORECASE):
+        with contextlib.suppress(UsageError):
+            return int(last[2]), gpu_named(last[1])
+    match = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(\S.*)", plain, re.IGNORECASE)
     if match is None or not int(match[1] or 1):
         raise UsageError(f"gpus {text!r}: write it like '2 x rtx-4090'")
     return int(match[1] or 1), gpu_named(match[2])

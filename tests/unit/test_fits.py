@@ -177,6 +177,7 @@ def test_predicted_peaks_match_published_ones_of_one_gpu(
         ("A6000", "rtx-a6000"),
         ("A100 80GB PCIe", "a100-pcie-80gb"),
         ("AMD Instinct MI300X", "mi300x-192gb"),
+        ("4080", "rtx-4080"),
     ],
 )
 def test_gpu_names_as_people_type_them(text: str, host: str) -> None:

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from bench.cli import app
 from harness.cell.errors import UsageError
+from harness.host.gpu_models import parse_gpus
+from harness.planner.cluster.hf_config import parse_shape
 from harness.planner.cluster.recipe import Recipe
 from harness.planner.tools import DERIVED, FIELDS, config_fields, parsed, tool_fields, tool_names
 
@@ -156,6 +158,44 @@ def test_files_of_tools_are_read(tmp_path: Path, text: str, fields: dict[str, ob
 )
 def test_values_as_people_type_them(field: str, text: str, value: object) -> None:
     assert parsed(field, text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B", "llama-8b"),
+        ("llama-3.1-8b", "llama-8b"),
+        ("Qwen/Qwen3-32B", "qwen3-32b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+        ("deepseek-ai/DeepSeek-R1", "deepseek-v3"),
+    ],
+)
+def test_models_as_people_name_them(text: str, name: str) -> None:
+    assert parse_shape(text).name == name
+
+
+def test_the_nearest_models_are_named() -> None:
+    with pytest.raises(UsageError, match="the nearest are llama-8b, llama-7b, llama-3b"):
+        parse_shape("llama-9b")
+
+
+def test_quantised_weights_of_a_config_are_not_ignored(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 160,
+        "num_attention_heads": 4,
+        "quantization_config": {"quant_method": "gptq"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "gptq weights counted as bf16" in parse_shape(f"hf:{tmp_path}").name
+
+
+@pytest.mark.parametrize("text", ["4090x2", "2x4090", "2 x rtx-4090", "4090 X 2"])
+def test_numbers_of_gpus_as_people_type_them(text: str) -> None:
+    count, gpu = parse_gpus(text)
+    assert (count, gpu.host_name) == (2, "rtx-4090")
 
 
 @pytest.mark.parametrize(

@@ -301,8 +301,8 @@ class ClusterCalibration:
         return self.time if links == self.links else replace(self.time, pipeline_stall=0.0)
 
     def memory_on(self, links: str) -> MemoryConstants:
-        """Returns the memory constants. nanotron, which made the calibrated runs, keeps a second copy
-        of gradients; Megatron-LM does not."""
+        """Returns the memory constants. Only nanotron, which made the calibrated runs, keeps a
+        second copy of gradients."""
         return self.memory if links == self.links else replace(self.memory, bucket=0.0)
 
 

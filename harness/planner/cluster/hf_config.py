@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import json
 import re
@@ -111,6 +112,9 @@ def from_config(path: Path) -> ModelShape:
     name = str(config.get("model_type", "")) or file.parent.name
     if text := _text_config(config):
         config, name = text, f"{name} (text model only)"
+    quantised = config.get("quantization_config")
+    if isinstance(quantised, dict):
+        name += f" ({quantised.get('quant_method', 'quantised')} weights counted as bf16)"
     kind = str(config.get("model_type", ""))
     if kind not in FAMILIES and is_installed("torch") and is_installed("transformers"):
         return _built(file, config, name)
@@ -387,27 +391,55 @@ def _others(config: Config, kind: str, family: ConfigFamily, shape: ModelShape) 
 
 
 @functools.cache
-def named_shapes() -> dict[str, ModelShape]:
+def _model_rows() -> list[dict[str, Any]]:
     text = Path(__file__).parents[1].joinpath("models.yaml").read_text(encoding="utf-8")
-    rows = yaml.safe_load(text)["models"]
-    codes = {row["name"]: FAMILIES[row.pop("code")].code for row in rows if "code" in row}
-    return {row["name"]: ModelShape(code=codes.get(row["name"]), **row) for row in rows}
+    rows: list[dict[str, Any]] = yaml.safe_load(text)["models"]
+    return rows
+
+
+@functools.cache
+def named_shapes() -> dict[str, ModelShape]:
+    shapes = {}
+    for row in _model_rows():
+        sizes = {name: value for name, value in row.items() if name not in ("also", "code")}
+        code = FAMILIES[row["code"]].code if "code" in row else None
+        shapes[row["name"]] = ModelShape(code=code, **sizes)
+    return shapes
+
+
+def _plain_name(text: str) -> str:
+    """Returns a model's name without its owner, capitals and what only training changed."""
+    name = text.strip().lower().rpartition("/")[2]
+    return re.sub(r"[-_](instruct|base|chat|hf|it|thinking|v0\.\d|\d{4})(?=[-_]|$)|[-_ ]", "", name)
+
+
+@functools.cache
+def _plain_names() -> dict[str, str]:
+    return {
+        _plain_name(name): row["name"]
+        for row in _model_rows()
+        for name in (*row.get("also", ()), row["name"])
+    }
 
 
 def parse_shape(text: str) -> ModelShape:
-    """Parses a name, `hf:PATH` (a config.json or its folder) or `layers=32,hidden=4096,...`.
+    """Parses a name as people type it, `hf:PATH` (a config.json or its folder) or
+    `layers=32,hidden=4096,...`.
 
-    Raises UsageError for anything else.
+    Raises UsageError for anything else, with the nearest names.
     """
-    if text in named_shapes():
-        return named_shapes()[text]
     if text.startswith("hf:"):
         return from_config(Path(text.removeprefix("hf:")))
     if "=" in text:
         return _from_sizes(text)
+    names = _plain_names()
+    if found := names.get(_plain_name(text)):
+        return named_shapes()[found]
+    near = difflib.get_close_matches(_plain_name(text), names, 3, 0.6)
+    nearest = ", ".join(dict.fromkeys(names[name] for name in near))
     raise UnknownModel(
-        f"unknown model {text!r}; give a name such as llama-8b, hf:PATH of a config.json, or sizes"
-        " such as layers=32,hidden=4096,heads=32"
+        f"unknown model {text!r}{f'; the nearest are {nearest}' if near else ''}; give a name such"
+        " as llama-8b, hf:PATH of a config.json, or sizes such as layers=32,hidden=4096,heads=32"
     )
 
 
