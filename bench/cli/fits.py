@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 import yaml
 
-from bench.cli.options import OPTIMIZERS, PRECISIONS, Gpus, Json, OwnRuns
+from bench.cli.options import PRECISIONS, Gpus, Json, OwnRuns
 from harness.cell.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,42 +51,23 @@ FitLink: TypeAlias = Annotated[
         " else pcie]",
     ),
 ]
-MethodOption: TypeAlias = Annotated[
-    Text, typer.Option(help="full, lora, dora, qlora or qdora. \\[default: lora]")
-]
-FitSeq: TypeAlias = Annotated[
-    Text, typer.Option(help="Sequence length in tokens, such as 32k. \\[default: 2048]")
-]
-MicroBatch: TypeAlias = Annotated[
-    Text, typer.Option(help="Sequences that each GPU processes at once. \\[default: 1]")
-]
-Accumulation: TypeAlias = Annotated[
-    Text, typer.Option(help="Micro-batches of each GPU per step. \\[default: 1]")
-]
-FitPrecision: TypeAlias = Annotated[Text, typer.Option(help=f"{PRECISIONS} \\[default: bf16]")]
-LoraRank: TypeAlias = Annotated[Text, typer.Option(help="LoRA rank. \\[default: 16]")]
-Targets: TypeAlias = Annotated[
-    Text, typer.Option(help="Matrices with adapters, such as q,v. \\[default: all]")
-]
-LossOption: TypeAlias = Annotated[
-    Text, typer.Option(help="plain, fused, in-place or chunked (Liger).")
-]
-OptimizerOption: TypeAlias = Annotated[
-    Text, typer.Option(help=f"{', '.join(OPTIMIZERS)}. \\[default: adamw]")
-]
-RecomputeOption: TypeAlias = Annotated[
-    Text, typer.Option(help="none, selective or full. \\[default: full if needed]")
-]
-ShardingOption: TypeAlias = Annotated[
-    Text,
-    typer.Option(
-        help="none (DDP), optimizer (ZeRO-1), grad (ZeRO-2) or full (FSDP, ZeRO-3)."
-        " \\[default: full if needed]"
-    ),
-]
-OffloadOption: TypeAlias = Annotated[
-    Text, typer.Option(help="Whether sharded states are in host memory: yes or no.")
-]
+FIELD_HELP = {
+    "method": "full, lora, dora, qlora or qdora. \\[default: lora]",
+    "seq": "Sequence length in tokens, such as 32k. \\[default: 2048]",
+    "micro_batch": "Sequences that each GPU processes at once. \\[default: 1]",
+    "accumulation": "Micro-batches of each GPU per step. \\[default: 1]",
+    "precision": f"{PRECISIONS} \\[default: bf16]",
+    "lora_rank": "LoRA rank. \\[default: 16]",
+    "targets": "Matrices with adapters, such as q,v. \\[default: all]",
+    "loss": "plain, fused, in-place or chunked (Liger). \\[default: chunked if needed]",
+    "optimizer": "adamw, adamw-8bit, paged-adamw-8bit, adafactor, muon and others in docs/fits.md."
+    " \\[default: adamw]",
+    "recompute": "none, selective or full. \\[default: full if needed]",
+    "sharding": "none (DDP), optimizer (ZeRO-1), grad (ZeRO-2) or full (FSDP, ZeRO-3)."
+    " \\[default: full if needed]",
+    "offload": "Whether sharded states are in host memory: yes or no. \\[default: no]",
+}
+"""Help of the options that set fields of the recipe."""
 Like: TypeAlias = Annotated[
     Text,
     typer.Option(
@@ -101,27 +84,35 @@ FieldSettings: TypeAlias = Annotated[
 ]
 
 
+def _with_fields(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command's keyword arguments the names and options of FIELD_HELP."""
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[Text, typer.Option(help=text)],
+        )
+        for name, text in FIELD_HELP.items()
+    ]
+    stated = inspect.signature(command, eval_str=True)
+    parameters = [p for p in stated.parameters.values() if p.kind != p.VAR_KEYWORD]
+    command.__signature__ = stated.replace(parameters=[*parameters, *options])  # type: ignore[attr-defined]
+    command.__annotations__ |= {option.name: option.annotation for option in options}
+    return command
+
+
+@_with_fields
 def fits(
     gpus: Gpus,
     model: Model = None,
-    method: MethodOption = None,
-    seq: FitSeq = None,
-    micro_batch: MicroBatch = None,
-    accumulation: Accumulation = None,
-    precision: FitPrecision = None,
-    lora_rank: LoraRank = None,
-    targets: Targets = None,
-    loss: LossOption = None,
-    optimizer: OptimizerOption = None,
-    recompute: RecomputeOption = None,
-    sharding: ShardingOption = None,
-    offload: OffloadOption = None,
     like: Like = None,
     config: ConfigFile = None,
     settings: FieldSettings = None,
     link: FitLink = None,
     results: OwnRuns = None,
     json_output: Json = False,
+    **fields: Text,
 ) -> None:
     """Say whether fine-tuning fits, how fast it is, and what to turn on.
 
@@ -132,25 +123,15 @@ def fits(
     from bench.api import fit_question
     from harness.planner.fits import answer
 
-    fields = {
-        "model": model,
-        "method": method,
-        "sequence": seq,
-        "micro_batch": micro_batch,
-        "accumulation": accumulation,
-        "precision": precision,
-        "rank": lora_rank,
-        "targets": targets,
-        "loss": loss,
-        "optimizer": optimizer,
-        "recompute": recompute,
-        "sharding": sharding,
-        "offload": offload,
-    }
     for setting in settings or []:
         name, _, fields[name] = setting.partition("=")
     question = fit_question(
-        gpus, link=link, results=results, like=like, config=config, fields=fields
+        gpus,
+        link=link,
+        results=results,
+        like=like,
+        config=config,
+        fields={"model": model, **fields},
     )
     result = answer(question)
     _print(question, result, _command(model or question.shape.name, question, result), json_output)

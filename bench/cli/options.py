@@ -91,10 +91,6 @@ PRECISIONS = (
     "Precision of training: fp32, bf16 (keeps fp32 parameters and moments), pure-bf16,"
     " pure-bf16-fp32-reduce or pure-bf16-fused (updates in backward)."
 )
-OPTIMIZERS = (
-    *("adamw", "adamw-bf16", "adamw-8bit", "paged-adamw", "paged-adamw-8bit"),
-    *("adafactor", "lion", "muon", "sgd"),
-)
 StatesPrecision: TypeAlias = Annotated[str, typer.Option("--precision", help=PRECISIONS)]
 Goal: TypeAlias = Annotated[
     str,

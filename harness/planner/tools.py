@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from harness.cell.errors import UsageError
-from harness.planner.cluster.recipe import ALL_LINEAR, Recipe
+from harness.planner.cluster.recipe import ALL_LINEAR, OPTIMIZERS, Recipe
 from harness.planner.fits import Method
 
 DERIVED = ("adapter", "gpus")
@@ -141,12 +141,11 @@ def parsed(field: str, text: str) -> object:
         if _plain(value) in ("true", "yes", "on", "1", "false", "no", "off", "0"):
             return _plain(value) in ("true", "yes", "on", "1")
         raise UsageError(f"{field} {text!r}: give yes or no")
-    choices = [name for name in _choices(kind) if _plain(name) == _plain(value)]
-    if choices:
-        return choices[0]
-    if _choices(kind):
-        raise UsageError(f"{field} {text!r}: give one of {', '.join(_choices(kind))}")
-    return value
+    choices = [*OPTIMIZERS] if field == "optimizer" else _choices(kind)
+    found = [name for name in choices if _plain(name) == _plain(value)]
+    if choices and not found:
+        raise UsageError(f"{field} {text!r}: give one of {', '.join(choices)}")
+    return found[0] if found else value
 
 
 def _choices(kind: object) -> list[str]:
