@@ -306,6 +306,15 @@ def _remedies(question: FitQuestion) -> Iterator[Option]:
 BEST_SHARE, ATTENTION_SHARE = 0.87, 0.34
 """Shares, by the cluster planner's calibration, of the best product's rate in products and of peak
 in fused attention."""
+LONG_FROM, LONG_SHARE = 4096, 0.6
+"""Sequence from which attention's share of the peak grows, and its largest share, which QLoRA of
+Llama 2 7B reaches on an A100 with 16,384 and 32,768 tokens (LLaMA-Factory's wiki, 2024)."""
+HOPPER = 600 * TERA
+"""Operations per second that only Hopper and later GPUs reach in bf16."""
+COMPILED = 3.0
+"""Factor by which torch.compile reduces elementwise traffic and launches. Assumed."""
+GATHER_SECONDS = 6e-3
+"""Seconds in which DeepSpeed's hooks gather a layer's modules (Qwen's README, 2023)."""
 MEMORY_SHARE = 0.85
 EXPOSED = 0.5
 """Share of FSDP's communication that compute never hides."""
@@ -381,18 +390,27 @@ def _seconds_per_token(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> floa
     scores = 2.0 * shape.layers * recipe.sequence * shape.attention_width
     attention = scores * (3.5 + again)
     moved = HIDDEN_BYTES * shape.hidden + FEED_BYTES * shape.active_feed_forward
-    if recipe.library in ("fused", "native") or recipe.compiled:
+    if recipe.library in ("fused", "native"):
         moved /= 3
     if recipe.adapter:
         moved += ADAPTER_BYTES * sum(map(sum, recipe.adapter.matrices(shape).values()))
+    if recipe.compiled:
+        moved /= COMPILED
     elementwise = shape.layers * moved * (3.0 + again)
     bandwidth = MEMORY_SHARE * (gpu.memory_bytes_per_second or 1e12)
     elementwise += 40.0 * shape.vocabulary
     return (
         products / (BEST_SHARE * reached)
-        + attention / (ATTENTION_SHARE * peak)
+        + attention / (_attention_share(recipe.sequence, peak) * peak)
         + elementwise / bandwidth
     )
+
+
+def _attention_share(sequence: int, peak: float) -> float:
+    """Returns the share of the peak that fused attention reaches. It grows with the sequence, but
+    not on Hopper and later GPUs, which FlashAttention-2 does not use well."""
+    longer = math.log2(max(1.0, sequence / LONG_FROM)) if peak < HOPPER else 0.0
+    return min(LONG_SHARE, ATTENTION_SHARE + 0.13 * longer)
 
 
 def _launches(shape: ModelShape, recipe: Recipe) -> float:
@@ -400,8 +418,10 @@ def _launches(shape: ModelShape, recipe: Recipe) -> float:
     if recipe.adapter:
         per_target = TARGET_SECONDS + (QUANTISED_SECONDS if recipe.base != "bf16" else 0.0)
         seconds += per_target * len(recipe.adapter.matrices(shape))
+    if recipe.library == "deepspeed" and recipe.sharding == "full":
+        seconds += GATHER_SECONDS
     again = 4 / 3 if recipe.recompute == "full" else 1.0
-    return shape.layers * seconds * again
+    return shape.layers * seconds * again / (COMPILED if recipe.compiled else 1)
 
 
 def _weight_passes(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> float:
