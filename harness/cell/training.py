@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -71,8 +71,14 @@ class Tolerance:
     update: float
     """Maximum allowed |parameters - reference| / |reference's update| of a tensor."""
     reason: str
-    tensors: Mapping[str, float] = field(default_factory=dict)
-    """Wider update limits of some tensors."""
+    by_noise: bool = False
+    """Whether a multiple of the reference's noise replaces `update`, up to that, if it is known."""
+    other_kinds: float | None = None
+    """Update limit of which other kinds' limits are multiples; None for `update`."""
+
+    @property
+    def others(self) -> float:
+        return self.update if self.other_kinds is None else self.other_kinds
 
 
 REASONS = "; "
@@ -98,6 +104,9 @@ EXACT = Tolerance(
 )
 WIDEST_BY_NOISE = {"fp32": (1e-5, 5e-3), "bf16": (4e-3, 0.1), "fp16": (4e-3, 0.1)}
 """Bounds, by precision, up to which noise may widen the limits of (loss, update)."""
+CAPPED_ABOVE = 0.03
+"""Declared update limit above which other evidence is needed: the deviation of ranks that exchange
+nothing, the reference's noise in each kind, or an exact run in fp32."""
 EMULATED = Tolerance(
     EXACT.loss,
     EXACT.update,

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from harness.cell.training import Tolerance
 from harness.parity.reference import Deviations, Reference, digest, of_replica
-from harness.parity.verdict import ParityVerdict
+from harness.parity.verdict import KINDS, Limits, ParityVerdict
 from harness.seam.checkpoints import MOMENTS, full_moments, full_parameters, trained_buffers
 from harness.seam.job import TrainState
 
@@ -29,6 +29,10 @@ CHANCE = 3.0
 """Standard deviations of an error without direction that may point along the weights by chance."""
 LOW_BITS = 0x1FFF
 """Mask of the bits of an fp32 number that neither fp16 nor bf16 has."""
+QUANTISED_BLOCK = 256
+"""Neighbouring numbers among which an 8-bit state repeats values."""
+AT_ONCE = 2**18
+"""Elements processed at a time, to limit memory."""
 
 
 def deviations_from(
@@ -71,7 +75,11 @@ def deviations_from(
         {name: of_tensor[index] for name, of_tensor in found.items()} for index in range(4)
     )
     gaps, coarse = ({n: of_state[index] for n, of_state in moments.items()} for index in range(2))
-    return Deviations(updates, elements, decays, directions, buffers, gaps, coarse)
+    by_kind: dict[str, list[float]] = {}
+    for name, (_, _, along) in moments.items():
+        by_kind.setdefault(name.rpartition(" ")[2], []).append(along)
+    scales = {kind: abs(statistics.median(along)) for kind, along in by_kind.items()}
+    return Deviations(updates, elements, decays, directions, buffers, gaps, coarse, scales)
 
 
 class _Comparison:
@@ -90,6 +98,7 @@ class _Comparison:
         self.replica = share % self.emulated
         self.norms: dict[str, float] = facts["update_norms"]
         self.update_shares: dict[str, float] = facts["update_shares"]
+        self.roundings = reference.roundings
         self.frozen: dict[str, str] = facts["frozen"]
         self.buffer_norms: dict[str, float] = facts["buffer_norms"]
         self.tied = workload.split.tied if workload.split else {}
@@ -137,15 +146,17 @@ class _Comparison:
         # Avoids another tensor of this size, because memory may be limited.
         product = abs(float(gap.flatten().dot(weights.flatten())))
         along = product / scale if scale > NO_DIRECTION else 0.0
-        if self.decay and along:  # half precision
+        if self.decay and along:
             without_direction = float(gap.norm()) / moved / math.sqrt(gap.numel())
             along = max(0.0, along - CHANCE * without_direction)
         element = _ratio(most * math.sqrt(gap.numel()), moved)
         direction, size = 0.0, float(weights.norm())
         least = max(
-            LEAST_DECAY * self.decay, self.update_error * abs(self.update_shares[reference])
+            LEAST_DECAY * self.decay * size,
+            self.update_error * abs(self.update_shares[reference]) * size,
+            self.roundings.get(reference, 0.0) * moved,
         )
-        if self.decay and product >= least * size**2 > 0.0:
+        if self.decay and product >= least * size > 0.0:
             direction = product / (size * float(gap.norm())) * math.sqrt(gap.numel())
         return _ratio(float(gap.norm()), moved), element, along, direction
 
@@ -165,26 +176,37 @@ class _Comparison:
                 )
         return found
 
-    def moment(self, name: str, kind: str, tensor: Tensor) -> tuple[float, float]:
-        """Returns an optimizer state's deviations `moments` and `coarse`."""
+    def moment(self, name: str, kind: str, tensor: Tensor) -> tuple[float, float, float]:
+        """Returns an optimizer state's deviations `moments` and `coarse`, and its error along the
+        reference's state."""
         reference = self.reference_name(name)
         expected = self.expected(f"{kind}/{reference}", tensor)
         if expected is None:
-            return math.inf, 0.0
-        size = self.workload.without_zero_gradient(reference, expected).norm()
+            return math.inf, 0.0, 0.0
+        state = self.workload.without_zero_gradient(reference, expected)
+        gap, size = self.gap(reference, tensor, expected), float(state.norm())
+        off = _ratio(float(gap.norm()), size)
+        along = float(gap.flatten().dot(state.flatten())) / size**2 if size else 0.0
+        # Second moments square rounding errors, which makes them larger.
+        along = math.copysign(max(0.0, abs(along) - (off / 2) ** 2), along)
         coarse = max(0.0, _in_16_bits(tensor) - _in_16_bits(expected))
-        return _ratio(float(self.gap(reference, tensor, expected).norm()), float(size)), coarse
+        return off, coarse, along
 
 
 def _in_16_bits(tensor: Tensor) -> float:
-    """Returns the share of nonzero numbers that fp16 or bf16 could hold."""
+    """Returns the share of nonzero numbers that 16 bits could hold, or 8 bits per block: numbers
+    whose magnitude a neighbour repeats. Looks at the first AT_ONCE."""
     import torch
 
-    numbers = tensor.detach().float()
-    numbers = numbers[numbers != 0]
+    numbers = tensor.detach().flatten()[:AT_ONCE].float()
+    numbers = numbers[numbers != 0].abs()
     if not numbers.numel():
         return 0.0
-    return float(((numbers.view(torch.int32) & LOW_BITS) == 0).float().mean())
+    in_16_bits = (numbers.view(torch.int32) & LOW_BITS) == 0
+    width = min(QUANTISED_BLOCK, len(numbers))
+    blocks = numbers[: len(numbers) // width * width].view(-1, width)
+    repeated = blocks.sort().values.diff() == 0
+    return max(float(in_16_bits.float().mean()), float(repeated.float().sum()) / blocks.numel())
 
 
 def _ratio(distance: float, size: float) -> float:
@@ -243,9 +265,6 @@ class RunningStatistics:
 TIMES_UPDATE = 10.0
 """Multiple of the update limit by which ranks may differ."""
 
-AT_ONCE = 2**18
-"""Elements summed at a time, to limit memory."""
-
 
 def sketches(train_state: TrainState) -> dict[str, float]:
     """Returns each parameter's sum with fixed random signs; call on all ranks.
@@ -268,13 +287,13 @@ def with_replicas(
     verdict: ParityVerdict,
     ranks: Sequence[Mapping[str, float]],
     update_norms: Mapping[str, float],
-    allowed: Tolerance,
+    limits: Limits,
     may_differ: bool = False,
 ) -> ParityVerdict:
     """Adds the largest difference between ranks, relative to the reference's update, to a verdict.
 
-    `ranks`: each rank's sketches. `allowed`: limits of the updates; ranks that differ by more than
-    `TIMES_UPDATE` times a tensor's have diverged, unless they `may_differ` by design.
+    `ranks`: each rank's sketches. `limits`: ranks that differ by more than `TIMES_UPDATE` times a
+    tensor's update limit have diverged, unless they `may_differ` by design.
     """
     by_name: dict[str, list[float]] = {}
     for of_rank in ranks:
@@ -287,17 +306,15 @@ def with_replicas(
     }
     if not spread:
         return verdict
-    limits = {
-        name: TIMES_UPDATE * max(allowed.update, allowed.tensors.get(name, 0.0)) for name in spread
-    }
+    allowed = {name: TIMES_UPDATE * limits.of(KINDS[0], name) for name in spread}
     largest = max(spread.values())
     verdict = replace(verdict, max_replica_deviation=largest if math.isfinite(largest) else None)
-    worst = max(spread, key=lambda name: spread[name] / limits[name])
-    differ = spread[worst] > limits[worst] and not may_differ
+    worst = max(spread, key=lambda name: spread[name] / allowed[name])
+    differ = spread[worst] > allowed[worst] and not may_differ
     if verdict.verdict == "diverged" or not differ:
         return verdict
     reason = f"after the last step, ranks differ in {worst} by {spread[worst]:.1e} of its update"
-    return replace(verdict, verdict="diverged", reason=f"{reason} (allowed {limits[worst]:.0e})")
+    return replace(verdict, verdict="diverged", reason=f"{reason} (allowed {allowed[worst]:.0e})")
 
 
 def _spread(values: Sequence[float]) -> float:

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from harness.analysis.consistency import loss_deviations
 from harness.cell.training import EXACT
-from harness.parity.verdict import ParityVerdict
+from harness.parity.reference import Noise
+from harness.parity.verdict import TIMES_NOISE, ParityVerdict
 
 NARROWEST = 2e-6
 """Relative deviation that rounding can cause in a loss."""
@@ -103,6 +104,9 @@ LEAST_NORM = 1e-12
 TIMES_LOSS = 10.0
 """Limit as a multiple of the loss tolerance, if that limit is wider."""
 
+LEAST_SHARE = 0.25
+"""Share of that limit down to which the reference's noise narrows it."""
+
 
 def norm_deviations(
     ranks: Sequence[Sequence[float | None]],
@@ -127,22 +131,27 @@ def norm_deviations(
     return deviations
 
 
-def allowed_norm(loss_tolerance: float, update_tolerance: float) -> float:
-    """Returns the allowed deviation of a norm; infinite from `WIDEST`.
+def allowed_norm(loss_tolerance: float, update_tolerance: float, noise: float = 0.0) -> float:
+    """Returns the allowed deviation of a norm; infinite from `WIDEST`. `noise`: deviation of the
+    reference's norms, 0 if unknown.
 
     Norms are more sensitive to rounding than losses.
     """
     if loss_tolerance >= WIDEST:
         return math.inf
-    return max(LARGEST_DEVIATION, min(update_tolerance, TIMES_LOSS * loss_tolerance))
+    widest = max(LARGEST_DEVIATION, min(update_tolerance, TIMES_LOSS * loss_tolerance))
+    return min(widest, max(LEAST_SHARE * widest, TIMES_NOISE * noise)) if noise else widest
 
 
-def with_norms(verdict: ParityVerdict, deviations: dict[int, float]) -> ParityVerdict:
+def with_norms(
+    verdict: ParityVerdict, deviations: dict[int, float], noise: Noise | None = None
+) -> ParityVerdict:
     """Adds the largest norm deviation to a verdict: `diverged` above `allowed_norm`."""
     if not deviations:
         return verdict
     largest = max(deviations.values())
-    allowed = allowed_norm(verdict.loss_tolerance, verdict.update_tolerance)
+    moved = noise.norm if noise else 0.0
+    allowed = allowed_norm(verdict.loss_tolerance, verdict.update_tolerance, moved)
     verdict = replace(verdict, max_norm_deviation=largest if math.isfinite(largest) else None)
     off = [step for step, gap in sorted(deviations.items()) if gap > allowed]
     if not off or verdict.verdict == "unknown":

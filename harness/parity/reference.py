@@ -41,6 +41,9 @@ class Deviations:
     """Norm of (optimizer state - reference's state) over the norm of the reference's state."""
     coarse: Mapping[str, float] = field(default_factory=dict)
     """Share of an optimizer state's numbers that fit in 16 bits, beyond the reference's share."""
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """Error of an optimizer state along the reference's, over the norm of the reference's: the
+    median tensor's by kind of state. Gradients of another scale have this direction."""
 
     def merged(self, other: Deviations) -> Deviations:
         return Deviations(
@@ -73,7 +76,7 @@ def _larger(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
 UNIT = 2.0**-23
 """Relative distance between neighbouring fp32 numbers just above a power of two, where it is
 largest. Rounding errs by half of it."""
-VERSION = 9  # raise it when the contents of reference files change meaning
+VERSION = 10  # raise it when the contents of reference files change meaning
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class Noise:
     loss: float
     """Largest |difference| / |loss| in the segment."""
     deviations: Deviations = field(default_factory=Deviations)
+    norm: float = 0.0
+    """Largest |difference| / |gradient norm| in the segment; 0 if norms are unknown."""
 
     @property
     def update(self) -> float:
@@ -266,8 +271,8 @@ class Reference:
         write_atomically(Path(self.folder, "reference.json"), json.dumps(facts))
 
 
-def _noise_of(loss: float, deviations: Mapping[str, Mapping[str, float]]) -> Noise:
-    return Noise(loss, Deviations(**deviations))
+def _noise_of(loss: float, deviations: Mapping[str, Mapping[str, float]], norm: float) -> Noise:
+    return Noise(loss, Deviations(**deviations), norm)
 
 
 def of_replica(number: int, key: str) -> str:

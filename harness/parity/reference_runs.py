@@ -11,6 +11,7 @@ from pathlib import Path
 
 from harness.cell.cell import Cell
 from harness.cell.errors import UsageError
+from harness.cell.training import CAPPED_ABOVE, EXACT
 from harness.host.environment import version_of
 from harness.host.folders import cache_folder
 from harness.host.gpu_inventory import visible_gpus
@@ -18,8 +19,9 @@ from harness.host.nvml import nvml
 from harness.parity.reference import VERSION, Noise, Reference
 from harness.seam.base import Emulation
 from harness.seam.checkpoints import MOMENTS_UP_TO
+from harness.seam.optimizers import TOLERANCES
 from harness.seam.registry import NO_EXCHANGE, batches_normalised, make_strategy
-from harness.workloads import DataSource, make_workload, prepare_data
+from harness.workloads import DataSource, Workload, make_workload, prepare_data
 from harness.workloads.counts import model_facts
 
 MICRO_BATCH_TOKENS = 2048
@@ -69,11 +71,20 @@ def is_noisy(reference: Cell) -> bool:
     """
     if _tokens(reference, 1) > NOISE_TOKENS:
         return False
-    if make_workload(reference.workload).batch_norm:
-        emulates = isinstance(make_strategy(reference), Emulation)
-        return reference.micro_batches == 1 and not emulates
-    rounds_alike = reference.device == "cpu" and reference.precision == "fp32"
-    return not rounds_alike and _splits_further(reference)
+    workload = make_workload(reference.workload)
+    rounds_alike = reference.device == "cpu" and wholly_in_fp32(reference, workload)
+    emulates = isinstance(make_strategy(reference), Emulation)
+    if workload.batch_norm and not emulates and reference.micro_batches == 1:
+        return True
+    # Samples in another order would go to other emulated ranks.
+    return not rounds_alike and (_splits_further(reference) or not emulates)
+
+
+def wholly_in_fp32(cell: Cell, workload: Workload) -> bool:
+    """Returns whether neither arithmetic nor weights nor optimizer states round to fewer bits."""
+    declared = workload.tolerance(cell) or EXACT
+    rounds = cell.optimizer in TOLERANCES or declared.update > CAPPED_ABOVE
+    return cell.precision == "fp32" and not rounds
 
 
 def rounded_differently(reference: Cell, data: DataSource) -> tuple[Cell, DataSource]:

@@ -1,12 +1,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from harness.analysis.consistency import loss_deviations
 from harness.cell.cell import Cell
-from harness.cell.training import EXACT, REASONS, WIDEST_BY_NOISE, Layout, Tolerance
+from harness.cell.training import (
+    CAPPED_ABOVE,
+    EXACT,
+    REASONS,
+    WIDEST_BY_NOISE,
+    Layout,
+    Tolerance,
+)
 from harness.parity.reference import Deviations, Noise, all_ranks, largest
 from harness.parity.reference_runs import reference_of
 from harness.seam.base import Strategy
@@ -30,6 +38,7 @@ HALF_BATCH_NORM = Tolerance(
     2e-2,
     0.4,
     "BatchNorm divides by statistics of rounded activations, which amplifies the rounding",
+    other_kinds=0.02,
 )
 SPLIT_BATCH_NORM = Tolerance(
     EXACT.loss,
@@ -38,6 +47,8 @@ SPLIT_BATCH_NORM = Tolerance(
 )
 TIMES_NOISE = 5.0
 """Allowed multiple of the reference's noise."""
+HARDLY_JUDGED = 0.5
+"""Median limit of optimizer states above which they are not judged."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +73,21 @@ class ParityVerdict:
 
 
 def noise_of(
-    losses: Sequence[float | None], found: Deviations, reference: Sequence[float]
+    losses: Sequence[float | None],
+    found: Deviations,
+    reference: Sequence[float],
+    norms: Iterable[float] = (),
 ) -> Noise | None:
-    """Returns the noise of a second reference run, if it stayed finite."""
-    loss = max(loss_deviations(losses, reference))
-    return Noise(loss, found) if math.isfinite(loss) and found.updates and found.finite else None
+    """Returns the noise of a second reference run, if it stayed finite. `norms`: deviations of its
+    gradient norms."""
+    loss, norm = max(loss_deviations(losses, reference)), max(norms, default=0.0)
+    finite = math.isfinite(loss) and math.isfinite(norm) and found.finite
+    return Noise(loss, found, norm) if finite and found.updates else None
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A compared quantity, and its limit as a multiple of the tensor's update limit."""
+    """A compared quantity, and its limit as a multiple of the update's declared limit."""
 
     attribute: str
     in_fp32: float
@@ -83,12 +99,11 @@ class Kind:
     limit."""
     times_widest_in_fp32: float = 1.0
     """Multiple of WIDEST_BY_NOISE up to which noise widens the limit in fp32."""
+    along_weights: bool = False
+    """Whether rounding counts in full: a vector of ones rounds alike in all elements."""
 
     def times_update(self, precision: str) -> float:
         return self.in_half if precision in PRECISION else self.in_fp32
-
-    def limit(self, update: float, precision: str) -> float:
-        return self.times_update(precision) * (1.0 if self.absolute else update)
 
 
 KINDS = (
@@ -96,10 +111,16 @@ KINDS = (
     Kind(
         "elements",
         100.0,
-        30.0,
+        45.0,
         "an element of {} is off by {:.2e} of the update's root mean square",
     ),
-    Kind("decays", 0.1, 0.1, "weight decay of {} looks wrong: it is off by {:.2e} of its update"),
+    Kind(
+        "decays",
+        0.1,
+        0.1,
+        "weight decay of {} looks wrong: it is off by {:.2e} of its update",
+        along_weights=True,
+    ),
     Kind(
         "directions",
         7.0,
@@ -116,11 +137,67 @@ KINDS = (
         "optimizer state {} is off by {:.2e} of its norm",
         times_widest_in_fp32=4.0,
     ),
+    Kind("scales", 1.0, 0.5, "optimizer states {} have another scale: most are off by {:.2e}"),
     Kind("coarse", 0.5, 0.5, "optimizer state {} has only 16 bits in {:.0%} of it", absolute=True),
 )
 """Compared in this order. The multiples are measured (docs/studies/parity-deviations.md)."""
-WIDE = (KINDS[0], KINDS[-1])
-"""Kinds that are judged even if an update's limit exceeds CAPPED_ABOVE."""
+MOMENTS = KINDS[5]
+WITHOUT_NOISE = (KINDS[0], KINDS[-1])
+"""Kinds that are judged if an update's declared limit exceeds CAPPED_ABOVE and no noise shows how
+far other kinds may be off."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a trial's deviations by kind and tensor.
+
+    Each is a multiple of the declared update limit, or of the reference's noise in the same kind
+    and tensor if that is more.
+    """
+
+    allowed: Tolerance
+    precision: str = "fp32"
+    roundings: Mapping[str, float] = field(default_factory=dict)
+    """What fp32 cannot represent, by tensor (`Reference.roundings`)."""
+    noise: Noise | None = None
+    capped: bool = True
+    """Whether noise widens limits at most to WIDEST_BY_NOISE."""
+    most: Tolerance | None = None
+    """Limits of losses and updates that nothing widens."""
+
+    @property
+    def loss(self) -> float:
+        by_noise = TIMES_NOISE * self.noise.loss if self.noise else 0.0
+        widest = WIDEST_BY_NOISE[self.precision][0] if self.capped else math.inf
+        limit = max(self.allowed.loss, min(by_noise, widest))
+        return min(limit, self.most.loss) if self.most else limit
+
+    @property
+    def judged(self) -> Sequence[Kind]:
+        blind = self.allowed.update > CAPPED_ABOVE and self.noise is None
+        return WITHOUT_NOISE if blind else KINDS
+
+    def of(self, kind: Kind, name: str) -> float:
+        """Returns the limit of a tensor, or of an optimizer state (`TENSOR STATE`)."""
+        times = kind.times_update(self.precision)
+        if kind.absolute:
+            return times
+        updates = kind is KINDS[0]
+        as_declared = updates and not (self.allowed.by_noise and self.noise)
+        declared = self.allowed.update if as_declared else self.allowed.others
+        rounding = self.roundings.get(_tensor(name), 0.0)
+        limit = times * declared + (1.0 if kind.along_weights else times) * rounding
+        if self.noise:
+            moved = getattr(self.noise.deviations, kind.attribute).get(name, 0.0)
+            limit = max(limit, min(TIMES_NOISE * moved, self._widest(kind)))
+        return min(limit, self.most.update) if self.most and updates else limit
+
+    def _widest(self, kind: Kind) -> float:
+        if not self.capped:
+            return math.inf
+        times = 1.0 if self.precision in PRECISION else kind.times_widest_in_fp32
+        widest = max(WIDEST_BY_NOISE[self.precision][1], self.allowed.update)
+        return times * kind.times_update(self.precision) * widest
 
 
 @dataclass(frozen=True)
@@ -136,49 +213,42 @@ def parity_verdict(
     reference_losses: Sequence[float],
     ranks: Sequence[Deviations],
     all_names: Sequence[str],
-    allowed: Tolerance,
+    limits: Limits,
     tied: Mapping[str, str] | None = None,
-    noise: Noise | None = None,
-    precision: str = "fp32",
 ) -> ParityVerdict:
-    """Returns the verdict on a trial's losses and deviations. `ranks`: deviations of each rank.
-    `noise`: the reference's noise; the reason names it if it exceeds the tolerance."""
-    tied = tied or {}
+    """Returns the verdict on a trial's losses and deviations. `ranks`: deviations of each rank."""
+    tied, allowed = tied or {}, limits.allowed
     gaps, found = loss_deviations(losses, reference_losses), all_ranks(ranks)
     others = {owner: name for name, owner in tied.items()}
     missing = [n for n in all_names if not {n, others.get(n, n)} & found.updates.keys()]
-
-    def limit(name: str) -> float:
-        return max(allowed.update, allowed.tensors.get(tied.get(name, name), 0.0))
-
-    excesses = _nearest_to_limits(found, limit, precision)
-    exact = _nearest_to_limits(found, lambda name: EXACT.update, "fp32")
-    # With wider limits, multiples of them say nothing about other kinds.
-    judged = excesses if allowed.update <= CAPPED_ABOVE else [e for e in excesses if e.kind in WIDE]
+    excesses = _nearest_to_limits(found, limits, tied)
+    exact = _nearest_to_limits(found, Limits(EXACT), tied)
+    judged = [excess for excess in excesses if excess.kind in limits.judged]
     off = next((e for e in judged if not e.deviation <= e.limit), None)
     if missing:
         word = "diverged"
         reason = f"{len(missing)} parameters could not be compared, e.g. {missing[0]}"
-    elif max(gaps) > allowed.loss:
-        word, reason = "diverged", _loss_reason(gaps, allowed.loss)
+    elif max(gaps) > limits.loss:
+        word, reason = "diverged", _loss_reason(gaps, limits.loss)
     elif off:
         word = "diverged"
         reason = f"{off.kind.reason.format(off.tensor, off.deviation)} (allowed {off.limit:.2g})"
     elif max(gaps) <= EXACT.loss and all(e.deviation <= e.limit for e in exact):
         word, reason = "exact", "" if allowed.reason == EXACT.reason else allowed.reason
     elif allowed.reason == EXACT.reason:  # widened by rounding alone
-        word, reason = "exact", _rounding_reason(noise)
+        word, reason = "exact", _rounding_reason(limits.noise)
     else:
-        word, reason = "within tolerance", allowed.reason
+        word = "within tolerance"
+        reason = REASONS.join(part for part in (allowed.reason, _unjudged(limits, found)) if part)
     update = excesses[0] if excesses and excesses[0].kind is KINDS[0] else None
     return ParityVerdict(
         word,
         # Not joined by REASONS, which would mark a declared different training.
-        ", and ".join(part for part in (reason, beyond(allowed, noise)) if part),
+        ", and ".join(part for part in (reason, beyond(limits)) if part),
         max(gaps) if math.isfinite(max(gaps)) else None,
         update.deviation if update and math.isfinite(update.deviation) else None,
         update.tensor if update else None,
-        allowed.loss,
+        limits.loss,
         update.limit if update else allowed.update,
         max_element_deviation=largest(found.elements.values()),
         max_decay_deviation=largest(found.decays.values()),
@@ -188,20 +258,36 @@ def parity_verdict(
     )
 
 
-def _nearest_to_limits(
-    found: Deviations, limit: Callable[[str], float], precision: str
-) -> list[_Excess]:
-    """Returns the tensor nearest to its limit, by kind. `limit`: function from a tensor to its
-    update limit."""
+def _nearest_to_limits(found: Deviations, limits: Limits, tied: Mapping[str, str]) -> list[_Excess]:
+    """Returns the tensor nearest to its limit, by kind."""
     nearest = []
     for kind in KINDS:
         values: Mapping[str, float] = getattr(found, kind.attribute)
-        limits = {n: kind.limit(max(limit(_tensor(n)), limit(n)), precision) for n in values}
-        shares = {n: value / limits[n] for n, value in values.items()}
+        allowed = {n: limits.of(kind, _renamed(n, tied)) for n in values}
+        shares = {n: value / allowed[n] for n, value in values.items()}
         if shares:
             name = max(shares, key=lambda n: shares[n])
-            nearest.append(_Excess(kind, name, values[name], limits[name]))
+            nearest.append(_Excess(kind, name, values[name], allowed[name]))
     return nearest
+
+
+def _renamed(name: str, tied: Mapping[str, str]) -> str:
+    """Returns a tensor's or state's name in the reference."""
+    tensor, space, state = name.partition(" ")
+    return tied.get(tensor, tensor) + space + state
+
+
+def _unjudged(limits: Limits, found: Deviations) -> str:
+    """Says what a wide limit leaves unjudged, which is another reason than rounding alone."""
+    if limits.allowed.update <= CAPPED_ABOVE:
+        return ""
+    if limits.noise is None:
+        return "only parameters are judged, as no noise bounds other kinds"
+    states = [limits.of(MOMENTS, name) for name in found.moments]
+    hidden = not states and limits.noise.deviations.moments
+    if hidden or (states and statistics.median(states) > HARDLY_JUDGED):
+        return "optimizer states cannot be judged"
+    return ""
 
 
 def _tensor(name: str) -> str:
@@ -239,54 +325,30 @@ def _loss_reason(gaps: Sequence[float], allowed: float) -> str:
     return f"loss {finding} at step {step}, largest deviation {max(gaps):.1e}"
 
 
-def beyond(allowed: Tolerance, noise: Noise | None) -> str:
-    """Describes reference noise that exceeds the tolerance; empty if it does not."""
-    if noise is None or (noise.loss <= allowed.loss and noise.update <= allowed.update):
-        return ""
-    return (
-        f"the reference itself moves by {noise.loss:.1e} in the loss and {noise.update:.1e} in the"
-        f" parameters when it rounds differently (allowed {allowed.loss:.0e} and"
-        f" {allowed.update:.0e})"
-    )
-
-
-def widened(
-    allowed: Tolerance,
-    roundings: Mapping[str, float],
-    noise: Noise | None,
-    precision: str,
-    limited: bool = True,
-) -> Tolerance:
-    """Returns `allowed`, widened by what fp32 cannot represent (`Reference.roundings`), or by
-    TIMES_NOISE times the noise if that is more. If `limited`, at most to WIDEST_BY_NOISE."""
-    most_loss, most_update = WIDEST_BY_NOISE[precision] if limited else (math.inf, math.inf)
-    noise = noise or Noise(0.0)
-    tensors = {name: allowed.update + unseen for name, unseen in roundings.items()}
-    for kind in (kind for kind in KINDS if not kind.absolute):
-        for name, moved in getattr(noise.deviations, kind.attribute).items():
-            by_noise = TIMES_NOISE * moved / kind.times_update(precision)
-            widest = 1.0 if precision in PRECISION else kind.times_widest_in_fp32
-            for key, times in ((_tensor(name), 1.0), (name, widest)):
-                wider = min(by_noise, times * most_update)
-                tensors[key] = max(tensors.get(key, allowed.update), wider)
-    loss = max(allowed.loss, min(TIMES_NOISE * noise.loss, most_loss))
-    return replace(allowed, loss=loss, tensors=tensors)
+def beyond(limits: Limits) -> str:
+    """Describes reference noise that exceeds a limit; empty if none does."""
+    noise = limits.noise or Noise(0.0)
+    if noise.loss > limits.loss:
+        moved = f"loss is off by {noise.loss:.1e} (allowed {limits.loss:.0e})"
+        return f"the reference itself moves when it rounds differently: {moved}"
+    for excess in _nearest_to_limits(noise.deviations, limits, {}):
+        if excess.kind in limits.judged and excess.deviation > excess.limit:
+            moved = excess.kind.reason.format(excess.tensor, excess.deviation)
+            moved += f" (allowed {excess.limit:.2g})"
+            return f"the reference itself moves when it rounds differently: {moved}"
+    return ""
 
 
 PART_OF_NO_EXCHANGE = 3.0
 """Divisor that turns the deviation of ranks that exchange nothing into the maximum limit."""
-CAPPED_ABOVE = 0.03
-"""Update limit above which the deviation of ranks that exchange nothing is measured."""
 
 
-def capped(allowed: Tolerance, no_exchange: Noise) -> Tolerance:
-    """Returns `allowed`, capped below the deviation of ranks that exchange nothing."""
-    return replace(
-        allowed,
-        loss=min(allowed.loss, no_exchange.loss / PART_OF_NO_EXCHANGE),
-        update=min(allowed.update, no_exchange.update / PART_OF_NO_EXCHANGE),
-        tensors={},
+def capped(limits: Limits, no_exchange: Noise) -> Limits:
+    """Returns limits below the deviation of ranks that exchange nothing."""
+    most = Tolerance(
+        no_exchange.loss / PART_OF_NO_EXCHANGE, no_exchange.update / PART_OF_NO_EXCHANGE, ""
     )
+    return replace(limits, most=most)
 
 
 def unverifiable(verdict: ParityVerdict, no_exchange: Noise | None) -> ParityVerdict:
@@ -319,6 +381,8 @@ def widest(*deviations: Tolerance, between: str = REASONS) -> Tolerance:
         max(d.loss for d in loose),
         max(d.update for d in loose),
         between.join(dict.fromkeys(d.reason for d in loose)),
+        all(d.by_noise for d in loose if d.update > CAPPED_ABOVE),
+        max(d.others for d in loose),
     )
 
 
@@ -356,26 +420,24 @@ def allowed_deviation(
 
 
 def verdict_of(
-    cell: Cell,
     workload: Workload,
-    allowed: Tolerance,
+    limits: Limits,
     losses: Sequence[float | None],
     ranks: Sequence[Deviations],
     reference_losses: Sequence[float],
     why_not: str,
-    noise: Noise | None = None,
 ) -> ParityVerdict:
     """Returns the verdict on a trial. Without a reference it is `unknown`, with the reason
     `why_not`."""
     if not reference_losses:
-        return ParityVerdict("unknown", why_not, None, None, None, allowed.loss, allowed.update)
+        return ParityVerdict(
+            "unknown", why_not, None, None, None, limits.loss, limits.allowed.update
+        )
     return parity_verdict(
         losses,
         reference_losses,
         ranks,
         model_facts(workload).trainable,
-        allowed,
+        limits,
         workload.split.tied if workload.split else None,
-        noise,
-        cell.precision,
     )

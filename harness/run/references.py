@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from harness.analysis.cell_result import VERIFIED
 from harness.analysis.consistency import Pass, loss_deviations, mean_losses, passes
 from harness.cell.cell import Cell
-from harness.cell.training import Tolerance
+from harness.cell.training import CAPPED_ABOVE, Tolerance, half_precision
 from harness.host.cores import allowed_cores
 from harness.host.environment import gpus
 from harness.launch.launcher import LauncherProtocol, TrialOptions
@@ -30,10 +30,11 @@ from harness.parity.reference_runs import (
     reference_key,
     reference_of,
     rounded_differently,
+    wholly_in_fp32,
     without_exchange,
 )
 from harness.parity.verdict import (
-    CAPPED_ABOVE,
+    Limits,
     ParityVerdict,
     allowed_deviation,
     beyond,
@@ -44,7 +45,6 @@ from harness.parity.verdict import (
     noise_of,
     unverifiable,
     verdict_of,
-    widened,
 )
 from harness.run.expected import time_limit_seconds
 from harness.run.metrics import Verification
@@ -129,7 +129,12 @@ class ReferenceRuns:
         if outcome.status != "ok" or not (deviations := outcome.trained[0].deviations):
             return
         losses = mean_losses([[step.loss for step in outcome.trained[0].steps]])
-        if noise := noise_of(losses, deviations, reference.facts["losses"]):
+        if make_workload(cell.workload).batch_norm and training.micro_batches > 1:
+            # Running statistics follow the order of the parts, which a training must keep.
+            deviations = replace(deviations, buffers={})
+        norms = [step.gradient_norm for step in outcome.trained[0].steps]
+        moved = norm_deviations([norms], range(len(norms)), reference.gradient_norms).values()
+        if noise := noise_of(losses, deviations, reference.facts["losses"], moved):
             reference.note(noise)
 
     def _learn_no_exchange(
@@ -200,6 +205,18 @@ def declared(cell: Cell) -> Tolerance:
     return allowed_deviation(cell, workload, strategy, strategy.layout(cell.devices))
 
 
+def limits_of(cell: Cell, reference: Reference | None, noise: Noise | None) -> Limits:
+    """Returns a cell's limits. Noise of one process tells nothing about a strategy that trains
+    something else by design."""
+    strategy, workload = make_strategy(cell), make_workload(cell.workload)
+    by_design = strategy.tolerance(cell, workload).update > CAPPED_ABOVE
+    rounds_to = half_precision(cell.precision, cell.workload)
+    if not rounds_to:
+        rounds_to = "fp32" if wholly_in_fp32(cell, workload) else "bf16"
+    roundings = reference.roundings if reference else {}
+    return Limits(declared(cell), rounds_to, roundings, None if by_design else noise)
+
+
 def _data_of(cell: Cell) -> DataSource:
     return prepare_data(cell.data, make_workload(cell.workload), cell.sequence_length)
 
@@ -262,24 +279,18 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
     losses = mean_losses([[step.loss for step in rank.steps] for rank in outcome.trained])
     steps = [step.training_step for step in outcome.trained[0].steps]
     first, *replays = passes(losses, steps)
-    allowed = declared(cell)
-    wide = allowed.update > CAPPED_ABOVE
-    judging = _Judging(
-        prepared,
-        widened(allowed, reference.roundings, noise, cell.precision) if reference else allowed,
-        reference.no_exchange(without_exchange(cell)[1]) if reference and wide else None,
-        reference_losses,
-        why_not,
-        reference,
-        noise,
-    )
+    limits = limits_of(cell, reference, noise)
+    wide = limits.allowed.update > CAPPED_ABOVE
+    no_exchange = reference.no_exchange(without_exchange(cell)[1]) if reference and wide else None
+    judging = _Judging(prepared, limits, no_exchange, reference_losses, why_not, reference)
     verdict = judging.of(
         first.losses, [rank.deviations or Deviations() for rank in outcome.trained]
     )
     if reference:
         norms = _norms(prepared, reference, outcome)
         taken = _without_ahead(steps, outcome.trained[0].replays_ahead, cell.parity_steps)
-        verdict = with_norms(verdict, norm_deviations(norms, taken, reference.gradient_norms))
+        deviations = norm_deviations(norms, taken, reference.gradient_norms)
+        verdict = with_norms(verdict, deviations, limits.noise)
     distance = distance_to_fp32(cell, first.losses) if losses else None
     if not reference or verdict.verdict not in VERIFIED:
         return Verification(verdict, reference_losses, noise, distance)
@@ -341,26 +352,25 @@ def _without_ahead(
 @dataclass(frozen=True)
 class _Judging:
     prepared: PreparedTrial
-    allowed: Tolerance
+    limits: Limits
     no_exchange: Noise | None
     reference_losses: Sequence[float]
     why_not: str
     reference: Reference | None
-    noise: Noise | None
 
     def of(self, losses: Sequence[float | None], updates: Sequence[Deviations]) -> ParityVerdict:
         """Returns the verdict on the parity segment or its retrained part."""
-        verdict = self._with(self.allowed, losses, updates)
-        wide = self.allowed.update > CAPPED_ABOVE and self.prepared.cell.devices > 1
-        if verdict.verdict == "diverged" and self.noise and beyond(self.allowed, self.noise):
-            noisy = widened(self.allowed, {}, self.noise, self.prepared.cell.precision, False)
+        verdict, noise = self._with(self.limits, losses, updates), self.limits.noise
+        wide = self.limits.allowed.update > CAPPED_ABOVE and self.prepared.cell.devices > 1
+        if verdict.verdict == "diverged" and noise and beyond(self.limits):
+            noisy = replace(self.limits, capped=False)
             if self._with(noisy, losses, updates).verdict in VERIFIED:
-                return no_more_than_noise(verdict, self.noise)
+                return no_more_than_noise(verdict, noise)
         if verdict.verdict not in VERIFIED or not wide:
             return verdict
         if self.no_exchange is None:
             return unverifiable(verdict, None)
-        tight = self._with(capped(self.allowed, self.no_exchange), losses, updates)
+        tight = self._with(capped(self.limits, self.no_exchange), losses, updates)
         return tight if tight.verdict in VERIFIED else unverifiable(verdict, self.no_exchange)
 
     def ahead(self, step: int) -> _Judging:
@@ -371,19 +381,12 @@ class _Judging:
 
     def _with(
         self,
-        allowed: Tolerance,
+        limits: Limits,
         losses: Sequence[float | None],
         updates: Sequence[Deviations],
     ) -> ParityVerdict:
         return verdict_of(
-            self.prepared.cell,
-            self.prepared.workload,
-            allowed,
-            losses,
-            updates,
-            self.reference_losses,
-            self.why_not,
-            self.noise,
+            self.prepared.workload, limits, losses, updates, self.reference_losses, self.why_not
         )
 
     def later(self, steps: Pass) -> list[float]:
@@ -399,7 +402,7 @@ class _Judging:
         cell, workload = self.prepared.cell, self.prepared.workload
         may_differ = make_strategy(cell).tolerance(cell, workload).update > CAPPED_ABOVE
         norms = self.reference.facts["update_norms"]
-        return with_replicas(verdict, ranks, norms, self.allowed, may_differ)
+        return with_replicas(verdict, ranks, norms, self.limits, may_differ)
 
     def with_later(self, verdict: ParityVerdict, later: Sequence[float]) -> ParityVerdict:
         assert self.reference is not None

@@ -17,7 +17,11 @@ PACKAGES = {"adamw_8bit": "bitsandbytes"}
 EXTRA_OPTIMIZERS = ("adamw_8bit", "muon")
 """Optimizers that a strategy must support explicitly (`Capabilities.extra_optimizers`)."""
 MUON = Tolerance(
-    1e-3, 0.2, "Muon orthogonalises each update in bf16, which amplifies the rounding of gradients"
+    1e-3,
+    0.2,
+    "Muon orthogonalises each update in bf16, which amplifies the rounding of gradients",
+    by_noise=True,
+    other_kinds=0.02,
 )
 EIGHT_BITS = Tolerance(
     1e-4,

@@ -23,6 +23,7 @@ from harness.measure.rank_traffic import (
 from harness.measure.resource_use import CpuTime, Energy, RankGpus
 from harness.parity.comparison import SGD_ERROR, RunningStatistics, deviations_from
 from harness.parity.reference import Deviations, Reference
+from harness.parity.reference_runs import wholly_in_fp32
 from harness.record.run_record import RankStep
 from harness.seam.checkpoints import MOMENTS_UP_TO
 from harness.seam.job import Job, TrainState
@@ -385,7 +386,7 @@ class Loop:
                         workload,
                         replicas,
                         share=self.job.layout.share(self.job.rank),
-                        decay=0.0 if cell.precision == "fp32" else decayed(cell),
+                        decay=0.0 if wholly_in_fp32(cell, workload) else decayed(cell),
                         update_error=SGD_ERROR if cell.optimizer == "sgd" else 0.0,
                         ahead=ahead,
                     )

@@ -14,8 +14,8 @@ from _pytest.mark import ParameterSet
 from bench.expand import expand
 from bench.matrix import Host, read_matrix
 from harness.cell.cell import Cell
+from harness.cell.training import CAPPED_ABOVE
 from harness.launch.launcher import Launcher
-from harness.parity.verdict import CAPPED_ABOVE
 from harness.record.plan import Plan
 from harness.record.store import Results, Store
 from harness.run.references import declared
