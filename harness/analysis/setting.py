@@ -10,7 +10,13 @@ from typing import NamedTuple, TypeVar
 from harness.analysis.cell_result import WORST_VERDICT_FIRST, CellResult
 from harness.cell.cell import TECHNIQUES, Cell, over, without_folder
 from harness.cell.errors import plural
-from harness.cell.training import HALF_PRECISIONS, emulated, half_precision, rounding_alone
+from harness.cell.training import (
+    CAPPED_ABOVE,
+    HALF_PRECISIONS,
+    emulated,
+    half_precision,
+    rounding_alone,
+)
 from harness.record.trial import NOT_LAUNCHED
 
 Item = TypeVar("Item")
@@ -169,7 +175,9 @@ def _judged(cell: CellResult, twins: Iterable[CellResult]) -> CellResult:
     same = parity.verdict == "exact"
     if half:
         twin = _verdict_of_nearest(cell, twins)
-        same |= parity.verdict == "within tolerance" and rounding_alone(half, parity.reason or "")
+        narrow = (parity.update_tolerance or 0.0) <= CAPPED_ABOVE
+        rounded = parity.verdict == "within tolerance" and rounding_alone(half, parity.reason or "")
+        same |= rounded and (narrow or twin == "exact")
         same &= twin in ("", "exact")
     same &= not emulated(parity.reason or "")
     parity = dataclasses.replace(parity, fp32_twin=twin, same_training=same)
