@@ -38,7 +38,9 @@ TARGETS = {
     "horovodrun": "horovodrun, Horovod's launcher, over Gloo or MPI",
 }
 _COMMANDS = {
-    "torchrun": 'exec torchrun --standalone --nproc-per-node {processes} train.py{tokens} "$@"',
+    "torchrun": (
+        'exec torchrun --standalone --nproc-per-node {processes} {arguments} train.py{tokens} "$@"'
+    ),
     "slurm": 'exec sbatch "$@" job.sbatch',
     "spawn": 'exec python train.py{tokens} "$@"',
     "accelerate": (
@@ -62,6 +64,7 @@ _USUAL: dict[str, Any] = {
     "no_group": False,
     "local_rank": 'os.environ["LOCAL_RANK"]',
     "saves": False,
+    "resumes": False,
     "trained": "model",
     "loss_said": "The loss is the mean over the ranks.",
     "loss_of_all": "total.item() / world",
@@ -115,12 +118,9 @@ def export_files(cell: Cell, to: str) -> tuple[dict[str, str], str]:
     values["saves"] = values["saves"] and not unsaved(cell)
     values["spawns"] = to == "spawn"
     values["variables"] = {"OMP_NUM_THREADS": str(cell.threads_per_device), **plan.variables}
-    values["command"] = _COMMANDS[to].format(
-        devices=cell.devices,
-        processes=values["processes"],
-        arguments=shlex.join(plan.arguments),
-        tokens=values["tokens_argument"],
-    )
+    values["arguments"] = shlex.join(plan.arguments)
+    command = _COMMANDS[to].format(tokens=values["tokens_argument"], devices=cell.devices, **values)
+    values["command"] = command.replace("  ", " ")
     templates = _templates(_file(strategy).parent / "templates")
     files = {
         "train.py": templates.get_template(plan.template).render(values),

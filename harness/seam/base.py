@@ -36,7 +36,7 @@ class Export:
     needs: tuple[str, ...] = ()
     """Packages beyond torch and transformers."""
     arguments: tuple[str, ...] = ()
-    """Arguments of the launcher, for one that takes no others."""
+    """Further arguments of the launcher."""
 
 
 @dataclass(frozen=True)

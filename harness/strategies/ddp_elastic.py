@@ -9,7 +9,7 @@ from pydantic import Field
 
 from harness.cell.errors import Refused
 from harness.cell.training import Batch, TrainStep
-from harness.seam import Capabilities, Cell, Job, Strategy
+from harness.seam import Capabilities, Cell, Export, Job, Strategy
 from harness.seam.checkpoints import Stateful
 from harness.seam.job import loss_scaler, standard_step
 from harness.strategies.ddp import ddp_buckets, wrap_in_ddp
@@ -50,6 +50,12 @@ class DdpElastic(Strategy):
             raise Refused("ddp_elastic restarts from its own snapshots; leave the checkpoint out")
         if cell.launcher != "elastic":
             raise Refused(f"launcher {cell.launcher} does not restart ranks; use elastic")
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        """Returns a script that is restarted from its snapshots, but does not crash by itself."""
+        restarts = ("--max-restarts", str(self.capabilities.max_restarts))
+        by_torchrun = to in ("torchrun", "slurm")
+        return Export("ddp_elastic.py.j2", arguments=restarts) if by_torchrun else None
 
     def setup(self, job: Job) -> TrainStep:
         model = wrap_in_ddp(job, job.model())

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from pydantic import Field
 
 from harness.cell.errors import Refused
 from harness.cell.training import Layout, States, TrainStep
-from harness.seam import Capabilities, Cell, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Export, Job, ModelFacts, Strategy
 from harness.strategies import _deepspeed_engine as engines
 from harness.strategies._deepspeed import settle
 from harness.strategies.deepspeed import Deepspeed
@@ -55,6 +56,25 @@ class DeepspeedMoe(Strategy):
                     f"{count} {what} are not divisible by expert {self.expert}; use a divisor of"
                     f" {count}"
                 )
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        plain = None if to == "accelerate" else Deepspeed(stage=0).export(cell, to)
+        if plain is None:
+            return None
+        workload = make_workload(cell.workload)
+        text = Path(__file__).with_name("_deepspeed_moe.py").read_text()
+        values = {
+            "classes": text[
+                text.index("class Expert") : text.index("def replace_mixtures")
+            ].strip(),
+            "mixtures": list(workload.mixtures_of(workload.on_meta())),
+            "experts": workload.experts,
+            "experts_per_token": workload.experts_per_token,
+            "saves": False,
+        }
+        return dataclasses.replace(
+            plain, template="deepspeed_moe.py.j2", values=plain.values | values
+        )
 
     def setup(self, job: Job) -> TrainStep:
         settle(job.device.type, job.local_processes)

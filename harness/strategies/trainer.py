@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from harness.cell.errors import Refused
 from harness.cell.training import TrainStep
-from harness.seam import Capabilities, Cell, Job
+from harness.seam import Capabilities, Cell, Export, Job
 from harness.strategies._accelerate import AccelerateEngine
+from harness.strategies._accelerate_config import deepspeed_variables
 from harness.strategies.ddp import ddp_buckets
 from harness.workloads import Workload
 from harness.workloads.family import HAS_DECODER
@@ -46,6 +48,19 @@ class TransformersTrainer(AccelerateEngine):
 
     def ddp_equivalent_of(self, cell: Cell) -> str | None:
         return "transformers Trainer" if self.engine == "ddp" else None
+
+    def export(self, cell: Cell, to: str) -> Export | None:
+        if to not in ("torchrun", "slurm"):
+            return None
+        if stand_in := self.stand_in(cell):
+            raise Refused(f"this device only has a stand-in for it: {stand_in}")
+        fsdp, zero = self.fsdp2_settings(cell) or {}, self.deepspeed_config(cell)
+        if "transformer_cls_names_to_wrap" in fsdp:
+            fsdp["transformer_layer_cls_to_wrap"] = fsdp.pop("transformer_cls_names_to_wrap")
+        files = {"ds_config.json": json.dumps(zero, indent=2) + "\n"} if zero else {}
+        variables = deepspeed_variables(cell) if zero else {}
+        values = {"zero": bool(zero), "fsdp": fsdp}
+        return Export("trainer.py.j2", values, files, variables, ("deepspeed",) if zero else ())
 
     def setup(self, job: Job) -> TrainStep:
         from harness.strategies import _trainer

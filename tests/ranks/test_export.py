@@ -219,6 +219,7 @@ STARTED_ANEW: Sets = [
     ("ddp", "torchrun", {"workload": "gpt2-nano", "micro_batches": 2}),
     ("accelerate", "accelerate", {"options": {"engine": "ddp"}, "precision": "bf16"}),
     ("deepspeed", "deepspeed", {"options": {"stage": 0}, "precision": "bf16"}),
+    ("ddp_elastic", "torchrun", {"warmup_steps": 3, "timed_steps": 2}),
     ("ddp", "spawn", {"launcher": "spawn"}),
     ("horovod", "horovodrun", {"micro_batches": 2}),
     ("horovod", "mpirun", {"options": {"controller": "mpi", "mpi_yield_when_idle": True}}),
@@ -289,6 +290,10 @@ SETS: Sets = [
     ("vertical", "torchrun", {}),
     ("deepspeed_pipeline", "torchrun", {"workload": "gpt2-nano", "micro_batches": 2}),
     ("tiled_linear", "torchrun", {}),
+    ("trainer", "torchrun", {"micro_batches": 2}),
+    ("trainer", "torchrun", {"options": {"engine": "zero3"}}),
+    ("diloco", "torchrun", {}),
+    ("deepspeed_moe", "torchrun", {"workload": "mixtral-nano"}),
     ("parameter_server", "torchrun", {"options": {"mode": "synchronous", "transport": "tcp"}}),
     ("accelerate", "accelerate", {"options": {"engine": "zero3"}, "micro_batches": 2}),
     ("deepspeed", "accelerate", {"options": {"stage": 1}}),
@@ -319,7 +324,7 @@ def test_an_exported_set_trains_the_same(
     run_cells: RunCells, tmp_path: Path, strategy: str, to: str, axes: dict[str, Any]
 ) -> None:
     one = cell(strategy, **{"warmup_steps": 1, "timed_steps": 4, "parity_steps": 5, **axes})
-    for package in ("accelerate", "deepspeed", "fairscale", "horovod"):
+    for package in ("accelerate", "deepspeed", "fairscale", "horovod", "torchft"):
         needed = package in (strategy, to, *make_strategy(one).requires)
         if (needed or "zero" in str(axes)) and find_spec(package) is None:
             pytest.skip(f"{package} is not installed: make setup")

@@ -36,12 +36,14 @@ ALLOWED = {
     "fairscale",
     "horovod",
     "torchao",
+    "torchft",
     *sys.stdlib_module_names,
 }
 BY_TORCH = {
     *("single", "ddp", "fsdp1", "fsdp2", "zero_redundancy", "deepspeed", "ulysses", "ulysses_zero"),
     *("tensor", "pipeline", "three_d", "amp", "collectives", "post_local_sgd", "vertical"),
-    *("parameter_server", "fairscale_oss", "deepspeed_pipeline", "tiled_linear"),
+    *("parameter_server", "fairscale_oss", "deepspeed_pipeline", "tiled_linear", "trainer"),
+    *("ddp_elastic", "diloco", "deepspeed_moe"),
     *("data_parallel", "sync_batch_norm"),
     *(["distributed_config"] if DIVIDES_RANKS else []),  # else the cell is refused
 }
@@ -101,8 +103,14 @@ def test_every_export_is_complete_and_readable(tmp_path: Path) -> None:
         seen.add((cell.strategy, to))
     expected = {(strategy, to) for strategy in BY_TORCH for to in ("torchrun", "slurm")}
     expected |= {(s, "accelerate") for s in ("ddp", "fsdp2", "deepspeed", "accelerate")}
-    expected |= {(s, "deepspeed") for s in ("deepspeed", "tiled_linear", "ulysses_zero")}
-    expected |= {("ddp", "spawn"), ("horovod", "mpirun"), ("horovod", "horovodrun")}
+    expected |= {
+        (s, "deepspeed") for s in ("deepspeed", "deepspeed_moe", "tiled_linear", "ulysses_zero")
+    }
+    expected |= {
+        ("ddp", "spawn"),
+        ("horovod", "mpirun"),
+        ("horovod", "horovodrun"),
+    }
     assert seen == expected
 
 
@@ -189,8 +197,8 @@ def test_the_documents_table_is_right() -> None:
 @pytest.mark.parametrize(
     ("cell", "to", "said"),
     [
-        (small("fsdp1"), "deepspeed", "to deepspeed; it has one to torchrun.*: deepspeed, tiled"),
-        (small("ddp_elastic"), "torchrun", "and these have one to torchrun"),
+        (small("fsdp1"), "deepspeed", "to deepspeed; it has one to torchrun.*: deepspeed, deep"),
+        (small("data_parallel"), "torchrun", "and these have one to torchrun"),
         (small("tensor", workload="gpt2-nano"), "torchrun", "torchrun: torch .*Linear.* a llama"),
         (small("ddp", precision="fp16"), "accelerate", "in fp16 on cpu has no export"),
         (small("ddp", global_batch=3), "torchrun", "3.*2"),
