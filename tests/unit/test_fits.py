@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import math
 import os
 import re
 import shlex
@@ -22,7 +21,7 @@ from bench.cli import app
 from bench.expand import expand
 from bench.matrix import host_of, parse_changes, read_matrix
 from bench.select import baseline_choice
-from docs.studies.fine_tuning_scores import WITHIN, scores, wrong_odds
+from docs.studies.fine_tuning_scores import scores
 from harness.cell.cell import Cell
 from harness.cell.errors import UsageError
 from harness.host.gpu_models import gpu_models, gpu_named
@@ -75,14 +74,11 @@ def a100_rows() -> list[tuple[dict[str, str], Recipe]]:
 @pytest.mark.skipif(not TOOLS, reason="set BENCH_TOOLS_DATA to a table of runs with several tools")
 def test_published_runs_of_tools_are_predicted() -> None:
     """Row 391 took less memory than its states have."""
-    found = list(scores(Path(TOOLS)))
-    assert {score.row["id"] for score in wrong_odds(found)} <= {"391"}
-    for tool in {score.tool for score in found}:
-        errors = [abs(s.memory - 1) for s in found if s.tool == tool and s.memory]
-        assert statistics.median(errors) < 0.1, tool
-    logs = [(abs(math.log(s.speed)), s.inside) for s in found if s.speed]
-    assert sum(log < math.log(WITHIN) for log, _ in logs) > 0.7 * len(logs)
-    assert sum(inside for _, inside in logs) > 0.9 * len(logs)
+    found = scores(Path(TOOLS))
+    assert {*found.id[found.wrong]} <= {"391"}
+    assert found.groupby("tool").memory_error.median().max() < 0.1
+    assert found.near.mean() > 0.7
+    assert found.inside.mean() > 0.9
 
 
 @pytest.mark.skipif(not DATA, reason="set BENCH_FINETUNE_DATA to a table of measured fine-tunings")
