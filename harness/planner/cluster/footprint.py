@@ -12,31 +12,16 @@ from harness.host.gpu_models import GpuModel
 from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.recipe import (
     OPTIMIZERS,
+    SOFTWARE,
     STATES,
     STORED,
     Library,
-    Loss,
     Recipe,
     quantised_parameters,
     trained_parameters,
 )
 
-LOGIT_BYTES: dict[Loss, tuple[float, float]] = {
-    "plain": (12, 12),
-    "plain-2024": (14, 16),
-    "fused": (8, 8),
-    "fused-2024": (10, 14),
-    "in-place": (2, 4),
-    "chunked": (0, 0),
-}
-"""Bytes per logit at the loss's peak: usually, and under FSDP, whose hooks keep outputs until
-backward.
-
-plain: bf16 logits and gradient, fp32 log-softmax and gradient. Before 4.46: bf16 and fp32 logits,
-their shifted copy and the log-softmax, and under FSDP1 also the gradient of the shifted copy.
-`fused` has no log-softmax. `in-place` has only bf16 logits, which FSDP keeps until their gradient
-exists.
-"""
+LOGIT_BYTES: dict[str, tuple[float, float]] = SOFTWARE["logits"]
 RETURNED_BYTES = 7.5
 """Further bytes per logit that FSDP1 keeps of a model that returns fp32 logits, if the loss is
 `fused`."""
@@ -68,20 +53,7 @@ MOST_CERTAIN = 0.98
 """Maximum probability that is ever given."""
 SPREAD = 0.04
 """Standard deviation of log peak memory for Llama shapes on one or two GPUs."""
-SPREADS = {
-    "experts": 0.12,
-    "gpus": 0.04,
-    "selective": 0.08,
-    "gptq4": 0.03,
-    "ungated": 0.06,
-    "offload": 0.08,
-    "chunked": 0.06,
-    "copies": 0.12,
-    "traits": 0.05,
-}
-"""Additional spread of unmeasured setups; `gpus` is per doubling beyond two. `copies`: FSDP1 with a
-quantised Llama, which ran out of memory in spite of 15% that were free. `traits`: compilation, or
-another optimizer than Adam in full precision."""
+SPREADS: dict[str, float] = SOFTWARE["spreads"]
 FSDP2: tuple[Library, ...] = ("transformers", "fused")
 """Libraries whose users shard with FSDP2, by layers, with embedding and head as one unit."""
 

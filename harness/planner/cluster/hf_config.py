@@ -21,7 +21,7 @@ import yaml
 
 from harness.cell.errors import UnknownModel, UsageError
 from harness.host.packages import is_installed
-from harness.planner.cluster.model_shape import LAYER_NORM, RMS_NORM, LayerCode, ModelShape
+from harness.planner.cluster.model_shape import RMS_NORM, LayerCode, ModelShape
 
 Config: TypeAlias = Mapping[str, object]
 
@@ -57,19 +57,10 @@ class ConfigFamily:
 
 UNKNOWN = ConfigFamily()
 """Stands for types without a family."""
-GPT = ConfigFamily(
-    tied=True,
-    gated=False,
-    norm=2,
-    qkv_bias=True,
-    out_bias=True,
-    feed_bias=True,
-    positions=0,
-    code=LAYER_NORM,
-)
-_ROWS: dict[str, dict[str, Any]] = yaml.safe_load(
+_TABLE: dict[str, Any] = yaml.safe_load(
     Path(__file__).parents[1].joinpath("families.yaml").read_text(encoding="utf-8")
-)["families"]
+)
+_ROWS: dict[str, dict[str, Any]] = _TABLE["families"]
 TEXT_SIZES: dict[str, tuple[int, ...]] = {
     kind: tuple(row.pop("sizes")) for kind, row in _ROWS.items() if "sizes" in row
 }
@@ -78,8 +69,9 @@ them."""
 
 
 def _family(row: dict[str, Any]) -> ConfigFamily:
-    usual = GPT if row.pop("like", "") == "gpt" else ConfigFamily()
-    return replace(usual, **{**row, "code": replace(usual.code, **row.get("code", {}))})
+    usual = _TABLE["gpt"] if row.pop("like", "") == "gpt" else {}
+    code = LayerCode(**{**usual.get("code", {}), **row.get("code", {})})
+    return ConfigFamily(**{**usual, **row, "code": code})
 
 
 FAMILIES = {kind: _family(row) for kind, row in _ROWS.items()}

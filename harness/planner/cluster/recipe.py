@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
 
 from harness.cell.errors import UsageError
 from harness.planner.cluster.model_shape import ModelShape
@@ -26,20 +29,11 @@ Loss = Literal["plain", "plain-2024", "fused", "fused-2024", "in-place", "chunke
 for softmax and gradient. `in-place`: one kernel that writes the gradient over bf16 logits.
 `chunked`: a few tokens at once, or no logits at all (Liger, cut cross-entropy, TRL, torchtune).
 Names with a year are those of transformers before 4.46."""
-OPTIMIZERS: dict[str, tuple[float, float]] = {
-    "adamw": (1.0, 0.0),
-    "adamw-bf16": (0.0, 4.0),
-    "adamw-8bit": (0.0, 2.0 + 8 / 256),
-    "paged-adamw": (0.0, 0.0),
-    "paged-adamw-8bit": (0.0, 0.0),
-    "adafactor": (0.0, 0.0),
-    "lion": (0.5, 0.0),
-    "muon": (0.5, 0.0),
-    "sgd": (0.0, 0.0),
-}
-"""An optimizer's states: a share of Adam's two moments, and further bytes per parameter. 8-bit
-moments have two fp32 scales per 256 elements (bitsandbytes). Paged states move to the host if the
-GPU is full (QLoRA, arXiv 2305.14314, section 3). Adafactor keeps only rows and columns."""
+SOFTWARE: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).parents[1].joinpath("software.yaml").read_text(encoding="utf-8")
+)
+"""Tables of software: bytes per logit, optimizers, and spreads of unmeasured setups."""
+OPTIMIZERS: dict[str, tuple[float, float]] = SOFTWARE["optimizers"]
 
 
 @dataclass(frozen=True)
