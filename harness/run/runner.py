@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import NamedTuple
@@ -47,7 +47,10 @@ from harness.seam.registry import make_strategy
 from harness.worker.spec import STEPS_IN_A_TURN
 
 HEAT_SECONDS = 3.0
-"""Timed seconds of an interleaved trial of the race, which is part of a heat."""
+"""Minimum timed seconds of an interleaved trial of the race, which is part of a heat."""
+LAUNCH_SPREAD = 0.008
+"""Standard deviation of log throughput between launches, which longer heats do not reduce
+(docs/studies/run-precision.md#longer-heats)."""
 FEWEST_TURNS, MOST_TURNS = 6, 48
 RESERVED = 1.1
 """Time that the headline's race leaves for each later planned trial, over the mean of the separate
@@ -293,9 +296,29 @@ class Runner:
             for trial in self._recorded or ()
             if trial.cell_id in ids and trial.step_seconds_mean
         ]
-        steps = HEAT_SECONDS / median(seconds) if seconds else 0
+        steps = self._heat_seconds(ids) / median(seconds) if seconds else 0
         turns = min(max(steps / STEPS_IN_A_TURN, FEWEST_TURNS), MOST_TURNS)
         return STEPS_IN_A_TURN * math.ceil(turns)
+
+    def _heat_seconds(self, cell_ids: Collection[str]) -> float:
+        """Returns the timed seconds of a trial for which heats tell most per second of the run.
+
+        With a start of S seconds, a variance of v per timed second and L² between launches, the
+        cost of a given precision, (S + t) * (L² + v / t), is least at t² = S * v / L². A turn takes
+        half as long again as its timed steps, but a median over turns is half as variable again.
+        """
+        starts, noise = [], []
+        for trial in self._recorded or ():
+            step = trial.step_seconds_mean
+            if trial.cell_id in cell_ids and step and len(trial.turn_samples_per_second) > 1:
+                logs = map(math.log, trial.turn_samples_per_second)
+                squares = [(after - before) ** 2 for before, after in itertools.pairwise(logs)]
+                noise.append(fmean(squares) / 2 * STEPS_IN_A_TURN * step)
+                starts.append((trial.wall_seconds or 0.0) - (trial.steps_taken or 0) * step)
+        if not noise:
+            return HEAT_SECONDS
+        best = math.sqrt(max(0.0, fmean(starts)) * median(noise)) / LAUNCH_SPREAD
+        return max(HEAT_SECONDS, best)
 
     def _group_seconds(self, cells: Sequence[Cell], trial: int) -> float:
         turns = self._steps_of_heat(cells) // STEPS_IN_A_TURN if len(cells) > 1 else 0

@@ -344,6 +344,19 @@ def test_the_headline_races_first() -> None:
     assert next_heats([], chance) == []
 
 
+@pytest.mark.parametrize(("rates", "steps"), [((10.0, 10.1), 30), ((10.0, 10.5), 48)])
+def test_heats_are_longer_where_starting_takes_long_and_turns_are_noisy(
+    tmp_path: Path, rates: tuple[float, float], steps: int
+) -> None:
+    """A start takes 6 s and a step 0.1 s, so 3 s are 30 steps."""
+    cell = Cell(strategy="ddp", devices=2)
+    runner = Runner(Store(tmp_path), Plan("run-1", "test", (cell,), 1))
+    row = trial_row(cell, turn_samples_per_second=rates * 15, turn_began=(0.0,) * 30)
+    row |= {"step_seconds_mean": 0.1, "steps_taken": 90, "wall_seconds": 15.0}
+    runner._recorded = [TrialRecord(**row)]
+    assert runner._steps_of_heat([cell]) == steps
+
+
 def test_one_of_three_launches_of_a_cell_is_rewound(tmp_path: Path) -> None:
     """Cells with fewer launches also have one; the run's seed decides which."""
     folder = tmp_path / "reference"
