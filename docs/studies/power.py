@@ -1,15 +1,16 @@
 """Estimates how often a run of this design is right, by resampling a recorded run's noise.
 
 `.venv/bin/python -m docs.studies.power RESULTS [RUN]` simulates the recorded run's largest setting:
-`ROUNDS` planned rounds, then heats of likely winners, in the recorded run's time. Other settings
-get the recorded number of trials. The noise of separate trials is the recorded trials' deviations
+`ROUNDS` planned rounds, then heats of likely winners, in the recorded run's time. The other
+settings get a trial of each cell. The noise of separate trials is the recorded trials' deviations
 from their cells' means, after correction by the control. They keep their order but are shifted by a
 random number of places, which preserves heavy tails, slow spells and what neighbours share. Trials
-of a heat deviate by HEAT_NOISE, as measured (docs/studies/run-precision.md).
+of a heat deviate as in the record's heats, or by HEAT_NOISE if given.
 
-Prints a line each for a clear winner, many close cells, and equal cells. With `coverage` for RUN,
-it instead simulates `RUNS` inventories of 53 equal cells and prints how often the set of the best
-holds the first.
+Prints a line each for the recorded levels, a clear winner, many close cells, and equal cells. With
+`coverage` for RUN, it instead simulates `RUNS` inventories of 53 equal cells and prints how often
+the set of the best holds the first. With `slower`, it prints how often scripts/slower.py calls one
+of two equal cells slower or faster after five rounds of trials with the recorded noise.
 """
 
 from __future__ import annotations
@@ -25,25 +26,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from harness.analysis.answer import trustworthy
 from harness.analysis.estimates import ALLOWANCE, estimates_of, log_estimates, steps_of
-from harness.analysis.race import Entrants, joined, next_heats
+from harness.analysis.race import Entrants, heat_of, joined, layout, next_heats
 from harness.analysis.ranking import against_best, confident_that_beaten, gains
 from harness.analysis.setting import Setting
-from harness.analysis.stats import CONFIDENCE, LogEstimate
+from harness.analysis.stats import CONFIDENCE, SMALLEST_EFFECT, LogEstimate, students_t
 from harness.analysis.summary import cell_results
 from harness.record.plan import FURTHER_TIMES, kept_plan
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
-from harness.run.runner import HEAT_SECONDS
+from harness.run.runner import HEAT_SECONDS, RESERVED
 from harness.worker.spec import STEPS_IN_A_TURN
+from scripts.slower import FALSE_ALARM_RATE
 
 RUNS = int(os.environ.get("RUNS", "500"))
 ROUNDS = int(os.environ.get("ROUNDS", "1"))
 NOISE = float(os.environ.get("NOISE", "0"))
 """Standard deviation to which the noise is scaled; 0: as recorded."""
-HEAT_NOISE = float(os.environ.get("HEAT_NOISE", "0.01"))
-"""Standard deviation of a trial in a heat."""
+HEAT_NOISE = float(os.environ.get("HEAT_NOISE", "0"))
+"""Standard deviation to which the noise of heats is scaled; 0: as recorded."""
 START_SECONDS = 30.0
 REFERENCE_SECONDS = 90.0
 EQUAL_CELLS = 53
@@ -80,6 +84,9 @@ class Design:
         ]
         self.spread = statistics.pstdev(noise)
         self.noise = [x * (NOISE / self.spread if NOISE else 1.0) for x in noise]
+        residuals = noise_of_heats([heat_of(heat) for heat in heats_of(finished)])
+        scale = HEAT_NOISE / statistics.pstdev(residuals) if HEAT_NOISE else 1.0
+        self.heat_noise = [scale * residual for residual in residuals]
         groups: dict[Setting, list[str]] = defaultdict(list)
         for cell in trustworthy(cell_results(trials)):
             if cell.parity.same_training and cell.cell_id in logs:
@@ -92,11 +99,7 @@ class Design:
         took = {cell: statistics.median(seconds) for cell, seconds in walls.items()}
         self.took = {cell: took.pop(cell) for cell in self.group}
         self.longer = HEAT_SECONDS * (STEPS_IN_A_TURN + 1) / STEPS_IN_A_TURN - plan.timed_seconds
-        longer = (FURTHER_TIMES - 1) * plan.timed_seconds
-        timed = {trial.cell_id for trial in finished}
-        others = sum(
-            sum(walls[cell]) + longer * (len(walls[cell]) - 1) * (cell in timed) for cell in took
-        )
+        others = RESERVED * sum(took.values())
         self.seconds = (plan.time_budget_seconds or math.inf) - REFERENCE_SECONDS - others
         self.baseline = max(self.group, key=lambda cell: len(logs[cell]))
         means = {cell: statistics.fmean(logs[cell]) for cell in self.group}
@@ -119,11 +122,27 @@ class Design:
             for heat in next_heats([Entrants(cells, self.baseline)], chance):
                 seconds -= sum(self.took[cell] + self.longer for cell in heat)
                 if seconds >= 0:
-                    heats.append({c: true[c] + chance.gauss(0.0, HEAT_NOISE) for c in heat})
+                    heats.append({c: true[c] + chance.choice(self.heat_noise) for c in heat})
             if begun == len(heats):
                 break
             cells = {**separate, **joined(separate, heats)[0]}
         return cells
+
+
+def heats_of(trials: Sequence[TrialRecord]) -> list[dict[str, Sequence[float]]]:
+    heats: dict[int, dict[str, Sequence[float]]] = defaultdict(dict)
+    for trial in trials:
+        if trial.turn_samples_per_second:
+            heats[trial.trial][trial.cell_id] = trial.turn_samples_per_second
+    return [heat for heat in heats.values() if len(heat) > 1]
+
+
+def noise_of_heats(heats: Sequence[Mapping[str, float]]) -> list[float]:
+    """Returns the residuals of heats, scaled up by the fit's degrees of freedom."""
+    design, values, _ = layout(heats)
+    fitted, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
+    scale = math.sqrt(len(values) / (len(values) - int(rank)))
+    return [float(residual) for residual in scale * (values - design @ fitted)]
 
 
 RUN_LENGTH = 10_000
@@ -154,10 +173,13 @@ def outcome(design: Design, cells: Mapping[str, LogEstimate], true: Throughputs)
     chosen = {name for name, bound in zip(names, bounds, strict=True) if bound.may_be_best}
     others = [name for name in names if name != design.baseline]
     widths, beaten = [], False
-    for allowance in (0.0, ALLOWANCE):
-        wide = {name: replace(speed, allowance=allowance) for name, speed in cells.items()}
+    for factor in (0, 1):
+        wide = {n: replace(speed, allowance=factor * speed.allowance) for n, speed in cells.items()}
         found = gains(wide[design.baseline], [wide[name] for name in others])
-        gain = dict(zip(others, found, strict=True)).get(picked)
+        near = [picked, *(chosen - {picked, design.baseline})]
+        gain = (
+            gains(wide[design.baseline], [wide[n] for n in near])[0] if picked in others else None
+        )
         widths.append(gain.precision if gain and gain.precision else 0.0)
         beaten = beaten or any(one.verdict == "faster" for one in found)
     regret = true[best] - true[picked]
@@ -170,6 +192,7 @@ def situations(design: Design) -> dict[str, dict[str, float]]:
     close = {cell: min(level, -0.06) for cell, level in design.levels.items()}
     close |= {cell: -0.03 * place / 11 for place, cell in enumerate(ranked[:12])}
     return {
+        "as recorded": design.levels,
         "a clear winner": clear,
         "12 cells within 3%": close,
         "all equal": dict.fromkeys(design.levels, 0.0),
@@ -188,12 +211,24 @@ def coverage(chance: random.Random) -> float:
     return held / RUNS
 
 
+def false_alarms(noise: Sequence[float], rounds: int = 5, cells: int = 2) -> float:
+    chance, shape = np.random.default_rng(1), (400_000, rounds)
+    logs = chance.choice(noise, shape) - chance.choice(noise, shape)
+    confidence = 1 - FALSE_ALARM_RATE / cells
+    half = students_t(confidence, rounds - 1) * logs.std(axis=1, ddof=1) / math.sqrt(rounds)
+    means = abs(logs.mean(axis=1))
+    return 1 - (1 - float(((means > half) & (means >= SMALLEST_EFFECT)).mean())) ** cells
+
+
 HEAD = ("situation", "best", "regret", "set", "set holds best", "gain", "+ allowance", "beaten")
 
 
 def main(folder: str, run_id: str = "") -> None:
     if run_id == "coverage":
         print(f"{RUNS} runs: the set holds the best in {coverage(random.Random(1)):.2%}")
+        return
+    if run_id == "slower":
+        print(f"{false_alarms(Design(folder, '').noise):.3%} of runs have a false alarm")
         return
     design, chance = Design(folder, run_id), random.Random(1)
     print(

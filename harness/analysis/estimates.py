@@ -79,6 +79,8 @@ USUAL_POWER = -1.0
 FEWEST_FOR_TREND = 12
 LEAST_DEGREES, MOST_DEGREES = 1.0, 1000.0
 STEEPEST = 2.0
+FORK_SERVER = "elastic"
+"""Launcher whose ranks come from the suite's fork server."""
 WARMUP_STEPS: int = Cell.model_fields["warmup_steps"].default
 ALLOWANCE = 0.006
 """Standard deviation of a cell's log effect on its control: the 95% upper bound from 20 trials of
@@ -216,7 +218,8 @@ def _with_heats(
         heat_of({cell_id: trial.turn_samples_per_second for cell_id, trial in heat.items()})
         for heat in heats.values()
     ]
-    joint, levels = joined(estimates.cells, values)
+    apart = {trial.cell_id for trial in in_heats if trial.launcher != FORK_SERVER}
+    joint, levels = joined(estimates.cells, values, apart)
     by_trial = {
         (trial.cell_id, trial.trial): math.exp(value[trial.cell_id] - level)
         for heat, value, level in zip(heats.values(), values, levels, strict=True)

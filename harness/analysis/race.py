@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -189,6 +189,13 @@ FEWEST_DEGREES = 4
 """Degrees of freedom from which the spread between heats is used; with fewer, the spread of
 separate trials is used."""
 
+HEAT_ALLOWANCE = 0.0035
+"""Standard deviation of what pauses between turns do to a cell's log throughput (docs/studies/
+run-precision.md#what-heats-cannot-see)."""
+APART_ALLOWANCE = 0.013
+"""Standard deviation of what another launcher than the fork server does to a cell's log throughput
+in comparison with the cells of the fork server (the same study)."""
+
 Heat = Mapping[str, float]
 """Log throughput by cell id, up to a constant that all cells of the heat share."""
 
@@ -208,16 +215,19 @@ def heat_of(turns: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def joined(
-    separate: Mapping[str, LogEstimate], heats: Sequence[Heat]
+    separate: Mapping[str, LogEstimate], heats: Sequence[Heat], apart: Collection[str] = ()
 ) -> tuple[dict[str, LogEstimate], list[float]]:
     """Returns the estimates from separate trials and heats, and the log level of each heat over
-    that of the run. `separate`: estimates from separate trials."""
+    that of the run. `separate`: estimates from separate trials. `apart`: cells that the fork server
+    does not start."""
     spread = _spread(separate, heats)
     cells: dict[str, LogEstimate] = {}
     levels = [0.0] * len(heats)
     for part, numbers in enumerate(_connected(heats)):
         solved, their_levels = _solved(separate, [heats[number] for number in numbers], *spread)
-        cells |= {name: replace(cell, part=part) for name, cell in solved.items()}
+        for name, cell in solved.items():
+            allowance = math.hypot(HEAT_ALLOWANCE, APART_ALLOWANCE * (name in apart))
+            cells[name] = replace(cell, part=part, allowance=allowance)
         for number, level in zip(numbers, their_levels, strict=True):
             levels[number] = level
     return cells, levels
@@ -249,7 +259,7 @@ def _solved(
     differences: separate trials would add little, and a wrong weight would bias them."""
     import numpy as np
 
-    design, values, names = _layout(heats)
+    design, values, names = layout(heats)
     count = len(names)
     precisions = np.array([_precision(separate[name], variance) for name in names])
     weights = precisions * (LITTLE if from_heats else 1.0)
@@ -276,7 +286,7 @@ def _solved(
     return cells, [float(level) for level in solution[count:]]
 
 
-def _layout(heats: Sequence[Heat]) -> tuple[Numbers, Numbers, list[str]]:
+def layout(heats: Sequence[Heat]) -> tuple[Numbers, Numbers, list[str]]:
     """Returns the design matrix (trials by cells, then heats), the values, and the cells' names."""
     import numpy as np
 
@@ -299,7 +309,7 @@ def _spread(
     heats. If not, it is the variance of separate trials."""
     import numpy as np
 
-    design, values, names = _layout(heats)
+    design, values, names = layout(heats)
     fitted, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
     degrees = len(values) - int(rank)
     squares = float(((values - design @ fitted) ** 2).sum())

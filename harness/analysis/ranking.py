@@ -184,7 +184,7 @@ def may_be_fastest(cells: Sequence[CellResult]) -> list[CellResult]:
     if len(speeds) < len(cells) or any(speed.degrees <= 0 for speed in speeds):
         return list(cells)
     bounded = zip(cells, against_best(speeds), strict=True)
-    return [cell for cell, bound in bounded if bound.may_be_best] or [cells[0]]
+    return [cell for cell, bound in bounded if bound.may_be_best] or [*cells[:1]]
 
 
 def fastest_first(cells: Iterable[Result]) -> list[Result]:
