@@ -281,6 +281,8 @@ def fit_question(
         raise UsageError("no model is given; name one, such as llama-8b")
     if values.get("base", "bf16") != "bf16" and values["method"] in ("lora", "dora"):
         values["method"] = f"q{values['method']}"
+    if values.get("offload"):
+        values.setdefault("sharding", "full")
     count, gpu = parse_gpus(gpus)
     if count > 8:
         raise UsageError(

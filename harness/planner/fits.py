@@ -115,6 +115,11 @@ class FitQuestion:
     """Fields of the recipe, and an adapter's targets, that the user chose."""
 
     def __post_init__(self) -> None:
+        if self.precision == "pure-bf16-fused" and self.fixed.get("accumulation", 1) != 1:
+            raise UsageError(
+                f"precision {self.precision} updates in backward, so it cannot accumulate"
+                " gradients; use --accumulation 1"
+            )
         if "dora" in self.method and Adapter().adapts_experts(self.shape):
             raise UsageError(
                 f"model {self.shape.name!r}: peft has no DoRA for routed experts; use the"

@@ -117,6 +117,15 @@ def test_latent_attention_and_dense_layers_need_no_torch(tmp_path: Path) -> None
     assert not shape.undescribed
 
 
+def test_the_text_part_of_a_new_vision_model_is_built(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoConfig.for_model("qwen3_5").save_pretrained(tmp_path)
+    shape = parse_shape(f"hf:{tmp_path}")
+    require_sound(shape)
+    assert shape.name == "qwen3_5 (text model only)"
+    assert shape.attention
+
+
 def test_a_negative_rest_is_refused() -> None:
     with pytest.raises(UsageError, match="other is -1; give at least 0"):
         ModelShape("m", layers=2, hidden=64, heads=4, feed_forward=64, vocabulary=64, other=-1)

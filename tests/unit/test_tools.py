@@ -207,6 +207,10 @@ def test_numbers_of_gpus_as_people_type_them(text: str) -> None:
         ("--optimizer adam9", "give one of adamw"),
         ("--targets q,z", "'z' is neither all nor one of"),
         ("--seq 0", "give a whole number"),
+        (
+            "--method full --precision pure-bf16-fused --accumulation 2",
+            "cannot accumulate gradients",
+        ),
         ("--config nowhere.yaml", "cannot read config"),
     ],
 )
@@ -214,3 +218,12 @@ def test_mistakes_name_what_would_be_right(words: str, hint: str) -> None:
     result = CliRunner().invoke(app, ["fits", "llama-8b", "--gpus", "4090", *words.split()])
     assert isinstance(result.exception, UsageError)
     assert hint in str(result.exception)
+
+
+def test_offload_shards_also_on_one_gpu() -> None:
+    """States leave the GPU, but what is gathered for a layer does not."""
+    answer = asked("llama-8b --gpus 4090 --method full --precision pure-bf16 --offload yes")
+    assert answer["recipe"]["sharding"] == "full"
+    ends = 2 * 2 * 128256 * 4096
+    assert answer["allocated_bytes"] > ends
+    assert answer["verdict"] == "yes"

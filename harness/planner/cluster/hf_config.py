@@ -11,6 +11,7 @@ import difflib
 import functools
 import json
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -97,20 +98,31 @@ UNTIED_BY_CONFIG = "tie_word_embeddings"
 def from_config(path: Path) -> ModelShape:
     """Reads a transformers config.json; raises UsageError if it is unreadable or lacks a size.
 
-    Only the text model counts, if its type is in FAMILIES.
+    Only the text part of a model of images or sound counts, which the shape's name says.
     """
     file = path / "config.json" if path.is_dir() else path
-    config = _read(file)
-    name = str(config.get("model_type", "")) or file.parent.name
-    if text := _text_config(config):
-        config, name = text, f"{name} (text model only)"
-    quantised = config.get("quantization_config")
+    whole = _read(file)
+    name = str(whole.get("model_type", "")) or file.parent.name
+    text = _text_config(whole)
+    name += " (text model only)" if text else ""
+    quantised = whole.get("quantization_config")
     if isinstance(quantised, dict):
         name += f" ({quantised.get('quant_method', 'quantised')} weights counted as bf16)"
+    config = text or whole
     kind = str(config.get("model_type", ""))
-    if kind not in FAMILIES and is_installed("torch") and is_installed("transformers"):
+    if kind in FAMILIES or not (is_installed("torch") and is_installed("transformers")):
+        return from_entries(config, name, str(file))
+    if not text:
         return _built(file, config, name)
-    return from_entries(config, name, str(file))
+    with tempfile.TemporaryDirectory() as folder:
+        inner = Path(folder) / "config.json"
+        inner.write_text(json.dumps(text), encoding="utf-8")
+        try:
+            return _built(inner, text, name)
+        except UsageError:
+            raise UsageError(
+                f"{str(file)!r}: transformers builds no text model of type {kind!r}; give its sizes"
+            ) from None
 
 
 def from_entries(config: Config, name: str, where: str = "") -> ModelShape:
@@ -240,14 +252,13 @@ def _falcon_norms(config: Config) -> int:
 
 
 def _text_config(config: Config) -> Config:
-    """Returns the text model's entries with transformers' defaults; empty if its type is not
-    supported."""
+    """Returns the text model's entries with transformers' defaults; empty if there is none."""
     text = config.get("text_config")
     if str(config.get("model_type")) in FAMILIES or not isinstance(text, dict):
         return {}
-    kind = str(text.get("model_type"))
-    if kind not in FAMILIES:
+    if "model_type" not in text:
         return {}
+    kind = str(text["model_type"])
     outer = {UNTIED_BY_CONFIG: config[UNTIED_BY_CONFIG]} if UNTIED_BY_CONFIG in config else {}
     return {**dict(zip(SIZES, TEXT_SIZES.get(kind, ()), strict=False)), **text, **outer}
 
