@@ -265,12 +265,10 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
             saved
             and (str(Path(workload.pretrained or "").resolve()) if local else workload.pretrained)
         ),
-        "block_path": workload.block_path,
-        "block_paths": workload.block_paths,
+        "workload": workload,
         "every_block": ", ".join(
             f"*model.get_submodule({json.dumps(path)})" for path in workload.block_paths
         ),
-        "tied": workload.tied,
         "ranges": [list(pair) for pair in data.ranges],
         "data": data,
         "tokens_argument": ' --tokens "$TOKENS"' if data.tokens_file else "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,7 @@ from harness.cell.cell import Cell
 from harness.cell.yaml_text import adapter, parse_yaml
 from harness.seam.base import Strategy
 
-FILE, EVERY_STRATEGY = "differences.yaml", "every strategy"
-"""File next to a strategy's own, and its key for settings of all strategies in that folder."""
+EVERY_STRATEGY = "every strategy"
 
 
 @dataclass(frozen=True)
@@ -27,24 +26,20 @@ class Difference:
     when: Mapping[str, Any] = field(default_factory=dict)
     """Values of options or cell fields, one or several each, at which the difference applies."""
 
-    def applies(self, settings: Mapping[str, Any]) -> bool:
-        """`settings`: a cell's fields and its strategy's options."""
-        asked = {name: v if isinstance(v, list) else [v] for name, v in self.when.items()}
-        return all(settings[name] in values for name, values in asked.items())
-
 
 @functools.cache
 def declared(folder: Path) -> dict[str, tuple[Difference, ...]]:
-    """Returns the differences that a folder of strategies declares, by strategy file."""
-    file = folder / FILE
+    """Returns what differences.yaml in a folder of strategies declares, by strategy file and, for
+    all of them, under `EVERY_STRATEGY`."""
+    file = folder / "differences.yaml"
     lists = parse_yaml(file.read_text(), str(file)) if file.exists() else {}
-    kind: Any = tuple[Difference, ...]
-    return {name: adapter(kind).validate_python([*_flat(v)]) for name, v in lists.items()}
-
-
-def _flat(entries: list[Any]) -> Iterator[Any]:
-    for entry in entries:
-        yield from entry if isinstance(entry, list) else [entry]
+    flat = {
+        name: [part for entry in v for part in (entry if isinstance(entry, list) else [entry])]
+        for name, v in lists.items()
+    }
+    kind: Any = dict[str, tuple[Difference, ...]]
+    found: dict[str, tuple[Difference, ...]] = adapter(kind).validate_python(flat)
+    return found
 
 
 def differences_of(strategy: Strategy, cell: Cell) -> tuple[str, ...]:
@@ -52,7 +47,8 @@ def differences_of(strategy: Strategy, cell: Cell) -> tuple[str, ...]:
     `mpi_yield_when_idle=1 (documented: 0)`."""
     file = Path(inspect.getfile(type(strategy)))
     settings = cell.model_dump() | strategy.model_dump()
-    found = declared(file.parent).get(file.stem, ())
     return tuple(
-        f"{d.name}={d.value} (documented: {d.documented})" for d in found if d.applies(settings)
+        f"{d.name}={d.value} (documented: {d.documented})"
+        for d in declared(file.parent).get(file.stem, ())
+        if all(settings[k] in (v if isinstance(v, list) else [v]) for k, v in d.when.items())
     )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -162,6 +163,12 @@ def fsdp2_export(cell: Cell, reshard_after_forward: bool, offload: bool) -> Expo
         workload, reshard_after_forward=reshard_after_forward, offload=offload
     )
     return accelerate_export(cell, fsdp=settings)
+
+
+def deepspeed_parts(cell: Cell, config: dict[str, object]) -> dict[str, Any]:
+    """Returns the files and variables of an export that starts DeepSpeed itself."""
+    files = {"ds_config.json": json.dumps(config, indent=2) + "\n"}
+    return {"files": files, "variables": deepspeed_variables(cell)}
 
 
 def deepspeed_variables(cell: Cell) -> dict[str, str]:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from harness.cell.training import EXACT, Layout, States, Tolerance, TrainStep
 from harness.seam import Cell, Export, Job, ModelFacts
 from harness.seam.formulas import all_reduced, model_states, passed_once
 from harness.strategies import _deepspeed_engine as engines
-from harness.strategies._accelerate_config import accelerate_export, deepspeed_variables
+from harness.strategies._accelerate_config import accelerate_export, deepspeed_parts
 from harness.strategies._deepspeed import settle
 from harness.strategies._deepspeed_zero import SWAPPED_BYTES, ZeroOptions
 from harness.strategies._half import WHOLLY, half_throughout
@@ -63,12 +62,11 @@ class Deepspeed(ZeroOptions):
             return accelerate_export(cell, deepspeed=config, about_deepspeed=asked)
         if to not in ("torchrun", "slurm", "deepspeed"):
             return None
-        files = {"ds_config.json": json.dumps(config, indent=2) + "\n"}
-        variables = deepspeed_variables(cell)
         plain = {"autocast": False, "mpu": "", "called": "engine", "trained_loss": "loss"}
         on_disk = "nvme" in (self.offload_optimizer, self.offload_parameters)
         saved = {"saves": not on_disk, "trained": "engine"}
-        return Export("deepspeed.py.j2", {**plain, **asked, **saved}, files, variables)
+        values = {**plain, **asked, **saved}
+        return Export("deepspeed.py.j2", values, **deepspeed_parts(cell, config))
 
     def setup(self, job: Job) -> TrainStep:
         settle(job.device.type, job.local_processes)

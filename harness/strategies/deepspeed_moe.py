@@ -59,20 +59,10 @@ class DeepspeedMoe(Strategy):
 
     def export(self, cell: Cell, to: str) -> Export | None:
         plain = None if to == "accelerate" else Deepspeed(stage=0).export(cell, to)
-        if plain is None:
-            return None
-        workload = make_workload(cell.workload)
         text = Path(__file__).with_name("_deepspeed_moe.py").read_text()
-        values = {
-            "classes": text[
-                text.index("class Expert") : text.index("def replace_mixtures")
-            ].strip(),
-            "mixtures": list(workload.mixtures_of(workload.on_meta())),
-            "experts": workload.experts,
-            "experts_per_token": workload.experts_per_token,
-            "saves": False,
-        }
-        return dataclasses.replace(
+        classes = text[text.index("class Expert") : text.index("def replace_mixtures")].strip()
+        values = {"classes": classes, "saves": False}
+        return plain and dataclasses.replace(
             plain, template="deepspeed_moe.py.j2", values=plain.values | values
         )
 

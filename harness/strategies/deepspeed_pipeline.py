@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ from harness.cell.training import Batch, Layout, Retained, TrainStep
 from harness.seam import Capabilities, Cell, Export, Job, Strategy
 from harness.seam.formulas import KEPT_RESULTS, logits_bytes
 from harness.strategies import _deepspeed_engine as engines
-from harness.strategies._accelerate_config import deepspeed_variables
+from harness.strategies._accelerate_config import deepspeed_parts
 from harness.strategies._deepspeed import settle
 from harness.strategies._deepspeed_zero import deepspeed_config
 from harness.strategies.pipeline import pipeline_export
@@ -44,20 +43,8 @@ class DeepspeedPipeline(Strategy):
 
     def export(self, cell: Cell, to: str) -> Export | None:
         plan = pipeline_export(cell, to, "1f1b", template="deepspeed_pipeline.py.j2")
-        if plan is None:
-            return None
-        tied, config = plan.values["tied_across_ranks"], deepspeed_config(cell, Layout())
-        return dataclasses.replace(
-            plan,
-            values=plan.values
-            | {
-                "first_tied": [f"model.{owner}" for owner in tied.values()],
-                "last_tied": [f"model.{name}" for name in tied],
-                "loss_of_all": "total.item()",
-            },
-            files={"ds_config.json": json.dumps(config, indent=2) + "\n"},
-            variables=deepspeed_variables(cell),
-        )
+        config = deepspeed_config(cell, Layout())
+        return plan and dataclasses.replace(plan, **deepspeed_parts(cell, config))
 
     def setup(self, job: Job) -> TrainStep:
         settle(job.device.type, job.local_processes)

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from harness.cell.errors import Refused
 from harness.cell.training import TrainStep
 from harness.seam import Capabilities, Cell, Export, Job
 from harness.strategies._accelerate import AccelerateEngine
-from harness.strategies._accelerate_config import deepspeed_variables
+from harness.strategies._accelerate_config import deepspeed_parts
 from harness.strategies.ddp import ddp_buckets
 from harness.workloads import Workload
 from harness.workloads.family import HAS_DECODER
@@ -57,10 +56,11 @@ class TransformersTrainer(AccelerateEngine):
         fsdp, zero = self.fsdp2_settings(cell) or {}, self.deepspeed_config(cell)
         if "transformer_cls_names_to_wrap" in fsdp:
             fsdp["transformer_layer_cls_to_wrap"] = fsdp.pop("transformer_cls_names_to_wrap")
-        files = {"ds_config.json": json.dumps(zero, indent=2) + "\n"} if zero else {}
-        variables = deepspeed_variables(cell) if zero else {}
         values = {"zero": bool(zero), "fsdp": fsdp}
-        return Export("trainer.py.j2", values, files, variables, ("deepspeed",) if zero else ())
+        if zero is None:
+            return Export("trainer.py.j2", values)
+        parts = deepspeed_parts(cell, zero)
+        return Export("trainer.py.j2", values, **parts, needs=("deepspeed",))
 
     def setup(self, job: Job) -> TrainStep:
         from harness.strategies import _trainer

@@ -36,7 +36,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "horovod": {"strategy": "horovod"},
     "accelerate": {"strategy": "accelerate"},
     "ddp by spawn": {"strategy": "ddp", "launcher": "spawn"},
-    "horovod by mpirun": {"strategy": "horovod", "options": {"controller": "mpi"}},
+    "horovod by mpirun": {
+        "strategy": "horovod",
+        "options": {"controller": "mpi", "mpi_yield_when_idle": True},
+    },
     "accelerate launch": {"strategy": "accelerate", "options": {"config_file": True}},
 }
 
