@@ -126,6 +126,11 @@ class FitQuestion:
                 " method lora or qlora"
             )
 
+    @property
+    def codes(self) -> tuple[dict[str, str], ...]:
+        """Plain and fused code, or only the code that the user chose."""
+        return FUSED[:1] if {"library", "loss"} & {*self.fixed} else FUSED
+
     def recipe(self, **fields: object) -> Recipe:
         """Returns a recipe with these fields, unless the user chose others."""
         fixed = {**self.fixed}
@@ -158,7 +163,9 @@ def _ladder(question: FitQuestion) -> Iterator[tuple[tuple[str, ...], Recipe]]:
     """Yields different recipes and what each changes about plain training, cheapest first."""
     shardings = ("none", "full") if question.gpus > 1 else ("none",)
     tried = set()
-    for fused, sharding, recompute in itertools.product(FUSED, shardings, ("none", "full")):
+    for fused, sharding, recompute in itertools.product(
+        question.codes, shardings, ("none", "full")
+    ):
         recipe = question.recipe(sharding=sharding, recompute=recompute, **fused)
         if recipe in tried:
             continue
@@ -221,7 +228,7 @@ def answer(question: FitQuestion) -> FitAnswer:
 def _offload(question: FitQuestion) -> OffloadedFit | None:
     """Returns what full sharding with offload needs, with as little fused code as possible; None if
     it does not surely fit."""
-    for fused in FUSED:
+    for fused in question.codes:
         recipe = question.recipe(sharding="full", recompute="full", offload=True, **fused)
         fits = probability(question, recipe)
         if fits >= SURE:

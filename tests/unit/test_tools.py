@@ -220,6 +220,14 @@ def test_mistakes_name_what_would_be_right(words: str, hint: str) -> None:
     assert hint in str(result.exception)
 
 
+def test_a_tool_keeps_its_code() -> None:
+    """LLaMA-Factory made logits of 51,974 tokens, which did not fit an H100."""
+    answer = asked("llama-8b --gpus h100 --method qlora --like llama-factory --seq 51974")
+    assert (answer["verdict"], answer["recipe"]["loss"]) == ("no", None)
+    alone = asked("llama-8b --gpus h100 --method qlora --accumulation 8 --seq 51974")
+    assert (alone["verdict"], alone["recipe"]["loss"]) == ("yes", "chunked")
+
+
 def test_offload_shards_also_on_one_gpu() -> None:
     """States leave the GPU, but what is gathered for a layer does not."""
     answer = asked("llama-8b --gpus 4090 --method full --precision pure-bf16 --offload yes")

@@ -104,6 +104,7 @@ def spread(shape: ModelShape, recipe: Recipe) -> float:
     variance += SPREADS["offload"] ** 2 * (recipe.offload or recipe.offloaded_activations)
     variance += SPREADS["chunked"] ** 2 * (recipe.loss_code == "chunked")
     variance += SPREADS["copies"] ** 2 * _copies_inputs(shape, recipe)
+    variance += SPREADS["deepspeed"] ** 2 * (recipe.library == "deepspeed")
     variance += SPREADS["traits"] ** 2 * (recipe.compiled or recipe.optimizer != "adamw")
     return math.sqrt(variance)
 
