@@ -25,6 +25,7 @@ from harness.record.plan import Plan, kept_plan
 from harness.record.run_record import ConclusionRecord
 from harness.record.store import Store, sole_writer
 from harness.run.expected import MOST_RUNS, References, expected_seconds, references_of
+from harness.run.long_training import LONG_SECONDS, long_cell
 from harness.run.runner import ProgressListener, Runner
 from reports.run_report import RunReport, ran
 
@@ -82,6 +83,8 @@ def prepare(options: CommandOptions) -> Prepared:
     plan, begun = kept_or_new_plan(store, options)
     host = host_of(options.host, nodes)
     todo = Runner(store, plan, share=part).open_trials()
+    trained_long = {trial.cell.strategy for trial in todo if long_cell(trial.cell)}
+    long_seconds = LONG_SECONDS * len(trained_long) if plan.long_training else 0.0
     seconds = expected_seconds(
         store,
         plan.cells,
@@ -99,7 +102,7 @@ def prepare(options: CommandOptions) -> Prepared:
         baseline_choice(options.baseline, plan.cells),
         len(todo),
         seconds,
-        sum(seconds[trial.cell.id] for trial in todo) + 4,
+        sum(seconds[trial.cell.id] for trial in todo) + long_seconds + 4,
         references_of([trial.cell for trial in todo], host.cores, host.name),
     )
 

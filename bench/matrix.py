@@ -6,6 +6,7 @@
                                    # control; default 2; 0 for no control
     time_budget_minutes: 30        # no trial starts after that, except those missing from the first
                                    # two rounds; default: the planned time plus a quarter
+    long_training: false           # leaves out 200 steps of a nano model per strategy
     workloads: {main: llama-mini}  # names that cells may use as their workload: main, main+lora
     numbers: {images: 32}          # names that cells may use as a number, such as their batch
     only_what_fits: true           # leaves out cells that exceed a device's memory by formula
@@ -118,6 +119,9 @@ class Matrix(Sizes):
     trials: int = Field(default=DEFAULT_TRIALS, ge=1)
     timed_seconds: float = Field(default=DEFAULT_TIMED_SECONDS, ge=0)
     time_budget_minutes: float | None = Field(default=None, gt=0)
+    long_training: bool = True
+    """Whether each strategy also trains a nano model for 200 steps, to verify late ones. Without
+    timed seconds it does not."""
     only_what_fits: bool = False
     """Whether to leave out cells that by formula exceed a device's memory."""
     hosts: list[Rule] = Field(default_factory=list)

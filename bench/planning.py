@@ -140,7 +140,12 @@ def _new_plan(options: CommandOptions) -> Plan:
     )
     seconds, budget = options.timed_seconds, options.time_budget_seconds
     seconds = matrix.timed_seconds if seconds is None else seconds
-    plan = dataclasses.replace(plan, timed_seconds=seconds, time_budget_seconds=budget)
+    plan = dataclasses.replace(
+        plan,
+        timed_seconds=seconds,
+        time_budget_seconds=budget,
+        long_training=matrix.long_training and seconds > 0,
+    )
     chosen = baseline_choice(options.baseline, plan.cells)
     if options.trials or not (plan.trials > 1 or seconds or budget is not None):
         return plan

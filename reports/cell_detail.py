@@ -270,6 +270,10 @@ class CellDetail:
         if parity.verdict is None:
             return []
         facts: list[tuple[str, ui.Text]] = [("steps", plural(self.cell.cell.parity_steps, "step"))]
+        if parity.verified_steps:
+            facts.append(
+                ("verified, long training included", plural(parity.verified_steps, "step"))
+            )
         if parity.reason:
             facts.append(("reason", data(parity.reason)))
         if parity.moments_skipped_reason:

@@ -115,7 +115,7 @@ def _used(judged: Judged) -> tuple[bool, float]:
 def _parity_table(report: RunReport) -> ui.Blocks:
     judged = [cell for cell in report.cells if cell.parity.loss_tolerance is not None]
     columns = [
-        word("parity", "parity_verdict"),
+        word("parity", "parity_and_steps"),
         figure("loss deviation", "parity_max_loss_deviation", deviation),
         figure("loss tolerance", "parity_loss_tolerance", deviation),
         figure("parameter deviation", "parity_max_update_deviation", deviation),

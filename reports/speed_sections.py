@@ -226,7 +226,7 @@ def _ranked_table(group: Group) -> ui.Table:
         ReportColumn("95% interval", interval),
         step_time_column(),
         size_column("peak memory", "peak_memory_bytes"),
-        word("parity", "parity_verdict"),
+        word("parity", "parity_and_steps"),
     ]
     rows = [
         ui.Row(plain(cell.relative.place), [column.make(cell) for column in columns])

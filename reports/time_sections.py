@@ -495,7 +495,7 @@ CHECKPOINTS: Numbers[RunReport] = Numbers(
     lambda report: [cell for cell in report.cells if cell.checkpoint.checkpoint_bytes is not None],
     lambda _: [
         word("Restart", "outcome"),
-        word("Parity", "parity_verdict"),
+        word("Parity", "parity_and_steps"),
         milliseconds("Save", "checkpoint_save_seconds", "slowest rank"),
         milliseconds("Blocked", "checkpoint_blocked_seconds", "time in which it could not train"),
         milliseconds("Load", "checkpoint_load_seconds", "slowest rank; unknown if within set-up"),

@@ -144,7 +144,7 @@ def _figures(group: Group, roles: Roles) -> ui.Table:
         *speeds,
         *baseline_columns(cells),
         size_column("Peak memory", "peak_memory_bytes", "fullest device, largest of the trials"),
-        word("Parity", "parity_verdict"),
+        word("Parity", "parity_and_steps"),
     ]
     label = f"Figures of the verdict, {group.title}"
     table = cell_table("", label, cells, columns, head=lambda cell: cell_name(cell, place=False))

@@ -123,6 +123,7 @@ def _as_json(store: Store, page: Path | None, report: RunReport) -> dict[str, ob
         "samples_per_second",
         "peak_memory_bytes",
         "parity_verdict",
+        "verified_steps",
     )
     return {
         "run_id": report.run_id,

@@ -136,7 +136,8 @@ class RunProgress(ProgressListener):
                 if trial.samples_per_second
                 else trial.status
             )
-            text = f"{cell.name}: {rate}, parity {trial.parity_verdict}"
+            steps = f" ({plural(trial.verified_steps, 'step')})" if trial.verified_steps else ""
+            text = f"{cell.name}: {rate}, parity {trial.parity_verdict}{steps}"
             self.out.print(
                 escape(
                     f"[{added or f'{self.done}/{self.total}'}] {text},"

@@ -210,7 +210,7 @@ def _ranked(workload: str, cells: Sequence[CellResult]) -> Table:
             f"{cell.speed.samples_per_second or 0.0:.1f}",
             "1 trial" if None in (low, high) else f"{low:.1f} to {high:.1f}",
             "-" if peak is None else f"{peak / MEBIBYTE:.0f}",
-            cell.parity.verdict,
+            cell.parity_and_steps,
             "-" if deviation is None else f"{deviation:.1e}",
         )
     return ranked

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from harness.analysis.stats import Comparison, Estimate, LogEstimate
 from harness.cell.cell import Cell
+from harness.cell.errors import plural
 from harness.host.gpu_state import GpuRecord
 from harness.record.trial import WORST_FIRST, cell_columns
 
@@ -215,6 +216,7 @@ class Parity:
     losses: tuple[float | None, ...] = of_trials("worst", ())
     reference_losses: tuple[float | None, ...] = of_trials("worst", ())
     fp32_loss_deviation: float | None = of_trials("largest", None)
+    verified_steps: int | None = of_trials("largest", None)
     rewinds: int | None = None
     """Number of rewinds over all trials; None if unknown."""
     rewind_skipped_reason: str | None = None
@@ -292,6 +294,12 @@ class CellResult:
             return None
         ends = over.over_baseline_low, over.over_baseline_high
         return Comparison(over.over_baseline, *ends, self.trials)
+
+    @property
+    def parity_and_steps(self) -> str:
+        """Verdict and number of verified steps, such as `exact, 200 steps`."""
+        steps = self.parity.verified_steps if self.parity.verdict in VERIFIED else None
+        return (self.parity.verdict or "") + (f", {plural(steps, 'step')}" if steps else "")
 
     @property
     def narrow_sums(self) -> str:

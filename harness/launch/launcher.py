@@ -57,6 +57,7 @@ class TrialOptions(TypedDict, total=False):
     timed_steps: int
     rewind_seed: int | None
     checkpoint: Checkpointing | None
+    sketched_after: tuple[int, ...]
 
 
 class LaunchOptions(TrialOptions, total=False):

@@ -243,8 +243,16 @@ class Reference:
         deviations: list[float] | None = self.facts.get("drift")
         return deviations
 
-    def note_losses(self, losses: Sequence[float]) -> None:
-        """Saves the losses of a longer reference run, and resets the drift."""
+    @property
+    def sketches(self) -> list[list[dict[str, float]]]:
+        """Sketches of the parameters after each step, by replica; empty without a long run."""
+        file = Path(self.folder, "sketches.json")
+        return list(json.loads(file.read_text())) if file.exists() else []
+
+    def note_losses(self, losses: Sequence[float], sketches: Sequence[object] = ()) -> None:
+        """Saves the losses and sketches of a longer reference run, and resets the drift."""
+        if sketches:
+            write_atomically(Path(self.folder, "sketches.json"), json.dumps(sketches))
         self._write(self.facts | {"all_losses": list(losses), "drift": None})
 
     def note_drift(self, drift: Sequence[float]) -> None:

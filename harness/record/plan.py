@@ -67,6 +67,8 @@ class Plan:
     timed_seconds: float = 0.0
     """Minimum duration of timed steps, with a control between them. If 0, a trial has the cell's
     number of steps and no control."""
+    long_training: bool = False
+    """Whether each strategy also trains a nano model for many steps, to verify late ones."""
     until_answered: bool = False
     """Whether cells that may be fastest get more trials after the planned rounds."""
     not_compared: frozenset[str] = frozenset()

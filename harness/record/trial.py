@@ -344,6 +344,15 @@ class TrialRecord(Record):
     """steps after the parity segment with a compared loss"""
     later_loss_deviation: float | None = None
     """largest |loss - reference| / |reference| of these later steps"""
+    verified_steps: Int32 | None = None
+    """number of steps, from the first one, that were compared with a reference: the trial's, or
+    those of the long training if it took more; null if parity does not hold"""
+    long_sketched_after: tuple[Int64, ...] = ()
+    """numbers of steps, drawn at random, after which the parameters of a long training of this
+    strategy were compared; empty without a long training"""
+    long_update_deviation: float | None = None
+    """largest estimated |parameters - reference| after these steps / |reference's update| in the
+    first 20"""
     steps_taken: Int32 | None = None
     """number of steps of each rank, including retrained steps"""
     rewinds: Int32 | None = None

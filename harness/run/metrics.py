@@ -396,6 +396,12 @@ class Verification:
     rewinds: Sequence[ParityVerdict] | None = None
     """Verdicts on steps trained again after rewinds. None if the trial was not compared, or
     diverged within the parity segment."""
+    verified_steps: int | None = None
+    """Number of the trial's steps that were compared. None if it is not verified."""
+    sketched_after: tuple[int, ...] = ()
+    """Numbers of steps after which ranks sketched their parameters."""
+    long: Verification | None = None
+    """Result of the long training; see harness/run/long_training.py."""
 
 
 def trial_record(
@@ -482,7 +488,14 @@ def _with_verification(
         fp32_loss_deviation=verification.fp32_loss_deviation,
         later_steps_verified=len(verification.later_deviations),
         later_loss_deviation=largest(verification.later_deviations),
+        verified_steps=verification.verified_steps,
     )
+    if (long := verification.long) and long.verdict and long.verdict.verdict != "unknown":
+        trial = replace(
+            trial,
+            long_sketched_after=long.sketched_after,
+            long_update_deviation=long.verdict.max_update_deviation,
+        )
     verdicts = verification.rewinds
     if verdicts is None:
         return trial

@@ -49,6 +49,8 @@ class PreparedTrial:
         """Prepares a trial. `timed_seconds`: see Plan.timed_seconds_of. `launches`: the cell's
         planned trials. `seed` and `key` decide whether and when it rewinds. `timed_steps`: number
         of timed steps of an interleaved trial."""
+        self.sketched_after: tuple[int, ...] = ()
+        self.is_planned = key.trial < launches
         self.cell, self.key, self.position, self.reference = cell, key, position, reference
         self.existing_reference = reference if reference and reference.exists else None
         if self.existing_reference:
@@ -83,6 +85,12 @@ class PreparedTrial:
         launched = cell.model_copy(update=limit) if longer else cell
         self.launch = Launch(launched, data, self.layout.processes, more)
         self.restarted = self._restarted() if cell.checkpoint != "none" else None
+
+    def sketch(self, after: Sequence[int]) -> None:
+        """Makes ranks sketch their parameters after these steps; see TrialSpec."""
+        self.sketched_after = tuple(after)
+        more: LaunchOptions = {**self.launch.more, "sketched_after": self.sketched_after}
+        self.launch = replace(self.launch, more=more)
 
     def _restarted(self) -> RestartedLaunch:
         saves, first = self.launch, saving_cell(self.cell)

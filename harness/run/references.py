@@ -13,8 +13,9 @@ from harness.host.cores import allowed_cores
 from harness.host.environment import gpus
 from harness.launch.launcher import LauncherProtocol, TrialOptions
 from harness.launch.outcome import Outcome
-from harness.parity.comparison import with_replicas
+from harness.parity.comparison import with_replicas, with_sketch
 from harness.parity.later import (
+    WIDEST,
     deviations_later,
     norm_deviations,
     with_jumps,
@@ -46,7 +47,9 @@ from harness.parity.verdict import (
     unverifiable,
     verdict_of,
 )
+from harness.record.store import TrialKey
 from harness.run.expected import time_limit_seconds
+from harness.run.long_training import long_cell, steps_to_sketch
 from harness.run.metrics import Verification
 from harness.run.prepared import PreparedTrial
 from harness.seam.base import Emulation
@@ -68,6 +71,9 @@ class ReferenceRuns:
     """Caches reference runs on disk, and launches those that are missing."""
 
     failures: dict[str, str] = field(default_factory=dict)
+    long: dict[tuple[str, str], Verification] = field(default_factory=dict)
+    """Results of long trainings by strategy and cell id; see harness/run/long_training.py."""
+    announce: Callable[[str], None] = field(default=lambda what: None)
 
     def of(
         self,
@@ -78,7 +84,7 @@ class ReferenceRuns:
         """Returns every cell's reference by `reference_key`. `announce`: called for each launch.
         Raises KeyboardInterrupt if the user interrupts a launch."""
         references: dict[str, Reference] = {}
-        all_cells = compared(cells)
+        all_cells, self.announce = compared(cells), announce
         make_room(all_cells)
         for cell in all_cells:
             key = reference_key(cell)
@@ -159,15 +165,56 @@ class ReferenceRuns:
                 reference.note_no_exchange(ranks, deviations)
 
     def verify(
+        self,
+        launcher: LauncherProtocol,
+        prepared: PreparedTrial,
+        outcome: Outcome,
+        seed: int | None = None,
+    ) -> Verification:
+        """Returns a trial's verdict, after extending the reference to all its steps. With a seed,
+        which nobody can predict, the first verified trial of a strategy is followed by a long
+        training, as is each variant that may be the fastest."""
+        verification = self._compared(launcher, prepared, outcome)
+        verdict, strategy = verification.verdict, prepared.cell.strategy
+        if seed is None or not verdict or verdict.verdict not in VERIFIED:
+            return verification
+        wide = declared(prepared.cell).update > CAPPED_ABOVE
+        if (nano := None if wide else long_cell(prepared.cell)) is None:
+            return verification
+        if (strategy, nano.id) not in self.long:
+            if prepared.is_planned and any(strategy == trained for trained, _ in self.long):
+                return verification
+            self.long[strategy, nano.id] = self._train_long(launcher, nano, seed)
+        long = self.long[strategy, nano.id]
+        if long.verdict and long.verdict.verdict == "diverged":
+            where = f"in a training of {nano.total_steps} steps of {nano.workload}"
+            reason = f"{where}: {long.verdict.reason}"
+            verdict = replace(verdict, verdict="diverged", reason=reason)
+            return replace(verification, verdict=verdict, verified_steps=None, long=long)
+        steps = max(verification.verified_steps or 0, long.verified_steps or 0)
+        return replace(verification, verified_steps=steps, long=long)
+
+    def _train_long(self, launcher: LauncherProtocol, nano: Cell, seed: int) -> Verification:
+        self.announce(f"{nano.total_steps} steps of {nano.name}, to verify late steps")
+        reference = self.of(launcher, [nano], self.announce)[reference_key(nano)]
+        prepared = PreparedTrial(nano, TrialKey(nano.id, 0), -1, reference)
+        prepared.sketch(steps_to_sketch(f"{seed} {nano.id}"))
+        outcome = prepared.run(launcher, lambda step, seconds: None)
+        if outcome.status == "interrupted":
+            raise KeyboardInterrupt
+        if outcome.status != "ok":
+            self.announce(f"{nano.name} ended {outcome.status}: {outcome.reason}")
+        return self._compared(launcher, prepared, outcome)
+
+    def _compared(
         self, launcher: LauncherProtocol, prepared: PreparedTrial, outcome: Outcome
     ) -> Verification:
-        """Returns a trial's verdict, after extending the reference to all its steps."""
         cell, reference = prepared.cell, prepared.reference
         if reference is None:
             return verified(prepared, outcome, "a probe is not compared with a reference run")
         if prepared.existing_reference is None or outcome.status != "ok":
             return verified(prepared, outcome, self.failures.get(reference.folder, ""))
-        self._learn_losses(launcher, cell, reference, outcome)
+        self._learn_losses(launcher, prepared, reference, outcome)
         verification = verified(prepared, outcome)
         verdict = verification.verdict
         diverged_later = verdict and verdict.verdict == "diverged" and verification.later_deviations
@@ -177,18 +224,26 @@ class ReferenceRuns:
         return verification
 
     def _learn_losses(
-        self, launcher: LauncherProtocol, cell: Cell, reference: Reference, outcome: Outcome
+        self,
+        launcher: LauncherProtocol,
+        prepared: PreparedTrial,
+        reference: Reference,
+        outcome: Outcome,
     ) -> None:
-        """Relaunches the reference with more steps if the trial took more; keeps the old losses if
-        that fails."""
+        """Relaunches the reference with more steps if the trial took more, or with sketches if it
+        has any; keeps the old losses if that fails."""
         taken = outcome.trained[0].steps
         steps = 1 + max(s.step if s.training_step is None else s.training_step for s in taken)
-        if len(reference.all_losses) >= steps:
+        sketched = max(prepared.sketched_after, default=0)
+        if len(reference.all_losses) >= steps and len(reference.sketches) >= sketched:
             return
         # Another cell may take even more steps.
-        longer = _on_all_cores(_with_steps(reference_cell(cell), math.ceil(SPARE_STEPS * steps)))
-        if losses := _losses_of(_launch(launcher, longer, _data_of(cell))):
-            reference.note_losses(losses)
+        longer = _with_steps(reference_cell(prepared.cell), math.ceil(SPARE_STEPS * steps))
+        after = tuple(range(1, longer.total_steps + 1)) if sketched else ()
+        data = _data_of(prepared.cell)
+        outcome = _launch(launcher, _on_all_cores(longer), data, sketched_after=after)
+        if losses := _losses_of(outcome):
+            reference.note_losses(losses, outcome.trained[0].sketched)
 
     def _learn_drift(self, launcher: LauncherProtocol, cell: Cell, reference: Reference) -> None:
         losses = reference.all_losses
@@ -317,7 +372,10 @@ def verified(prepared: PreparedTrial, outcome: Outcome, why_not: str = "") -> Ve
     last = len(steps) - 1 if steps[-1] is None else steps[-1]
     if _ranks_agree(cell, last):
         verdict = judging.with_ranks(verdict, [rank.sketches or {} for rank in outcome.trained])
-    return Verification(verdict, reference_losses, noise, distance, tuple(later), checks)
+    verdict = judging.with_sketches(verdict, outcome)
+    steps_verified, after = judging.verified_steps(verdict, steps), prepared.sketched_after
+    judged = (verdict, reference_losses, noise, distance, tuple(later), checks)
+    return Verification(*judged, steps_verified, after)
 
 
 def _norms(
@@ -403,6 +461,30 @@ class _Judging:
         may_differ = make_strategy(cell).tolerance(cell, workload).update > CAPPED_ABOVE
         norms = self.reference.facts["update_norms"]
         return with_replicas(verdict, ranks, norms, self.limits, may_differ)
+
+    def with_sketches(self, verdict: ParityVerdict, outcome: Outcome) -> ParityVerdict:
+        """Compares parameters after late steps; `unknown` if the reference has none of these."""
+        assert self.reference is not None
+        replicas, norms = self.reference.sketches, self.reference.facts["update_norms"]
+        if len(replicas) < max(self.prepared.sketched_after, default=0):
+            return replace(verdict, verdict="unknown", reason=self.why_not)
+        for number, steps in enumerate(self.prepared.sketched_after):
+            expected = replicas[steps - 1]
+            pairs = [
+                (expected[self.prepared.layout.share(rank.rank) % len(expected)], sketch)
+                for rank in outcome.answers
+                for sketch in (rank.trained.sketched[number] if rank.trained else ())
+            ]
+            verdict = with_sketch(verdict, pairs, norms, steps)
+        return verdict
+
+    def verified_steps(self, verdict: ParityVerdict, taken: Sequence[int | None]) -> int | None:
+        """Returns how many of the steps taken were compared; None if parity does not hold."""
+        assert self.reference is not None
+        checked = verdict.loss_tolerance < WIDEST
+        losses = self.reference.all_losses if checked else self.reference_losses
+        steps = min(len(losses), 1 + max(step or 0 for step in taken))
+        return steps if verdict.verdict in VERIFIED else None
 
     def with_later(self, verdict: ParityVerdict, later: Sequence[float]) -> ParityVerdict:
         assert self.reference is not None

@@ -473,9 +473,9 @@ class Runner:
         gpus_before, idle_before = self._gpus.states(most), self._idle.before()
         outcomes = launch()
         gpus_after, idle_after = self._gpus.states(most), self._idle.after()
-        records = []
+        records, long_seed = [], self.plan.order_seed if self.plan.long_training else None
         for prepared, outcome in zip(trials, outcomes, strict=True):
-            verification = self._references.verify(launcher, prepared, outcome)
+            verification = self._references.verify(launcher, prepared, outcome, long_seed)
             peaks = peaks_of(prepared.cell, prepared.workload, self._device_speed)
             ranks = {answer.pid for answer in outcome.answers}
             gpus = prepared.gpus

@@ -21,7 +21,7 @@ from harness.measure.rank_traffic import (
     step_calls,
 )
 from harness.measure.resource_use import CpuTime, Energy, RankGpus
-from harness.parity.comparison import SGD_ERROR, RunningStatistics, deviations_from
+from harness.parity.comparison import SGD_ERROR, RunningStatistics, deviations_from, sketches
 from harness.parity.reference import Deviations, Reference
 from harness.parity.reference_runs import wholly_in_fp32
 from harness.record.run_record import RankStep
@@ -114,6 +114,7 @@ class Loop:
         if spec.reference_output and job.train_state is not None:
             parts = cell.micro_batches // (1 + len(job.train_state.replicas))
             self.statistics = RunningStatistics(job.train_state.model, parts)
+        self.sketched: list[tuple[dict[str, float], ...]] = []
         self.before_ahead: list[MemoryCheckpoint] = []
         """Each replica's state before a reference's last steps."""
         self.states: RankStates | None = None
@@ -395,6 +396,13 @@ class Loop:
         if self.heartbeat:
             self.heartbeat.beat(f"step {len(self.steps)}")
         self.settling = True
+
+    def sketch(self) -> None:
+        train_state = self.job.train_state
+        assert train_state is not None
+        with self.meter.unlimited():
+            replicas = (train_state, *train_state.replicas)
+            self.sketched.append(tuple(sketches(replica) for replica in replicas))
 
     def replay_ahead(self, reference: Reference, train_state: TrainState) -> None:
         """Replays the end of a reference's segment AHEAD, saves the result, and restores the

@@ -78,6 +78,8 @@ class TrainedAnswer:
     states: RankStates
     sketches: dict[str, float] | None = None
     """Sum of each final parameter with random signs; None if ranks are not compared."""
+    sketched: tuple[tuple[dict[str, float], ...], ...] = ()
+    """Sketches after the steps of `TrialSpec.sketched_after`, of each replica in the process."""
     compile_seconds: float | None = None
     loaded: LoadedAnswer | None = None
     expert_tokens: dict[int, tuple[int, ...]] | None = None

@@ -71,6 +71,8 @@ class TrialSpec:
     """Seed of the rewind schedule (harness/worker/rewind.py). None if the state is never
     rewound."""
     checkpoint: Checkpointing | None = None
+    sketched_after: tuple[int, ...] = ()
+    """Numbers of training steps after which ranks sketch their parameters."""
     node: int = 0
     node_name: str = ""
     rendezvous: tuple[str, int] = ("127.0.0.1", 0)

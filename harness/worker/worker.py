@@ -268,6 +268,8 @@ def _train(
             saver.after_step()
         if loop.training_step == cell.parity_steps:
             loop.verify()
+        if loop.training_step in spec.sketched_after:
+            loop.sketch()
     loop.stop_counting()
     loop.note_peak()
     with meter.unlimited():
@@ -392,6 +394,7 @@ def _measurements(loop: Loop, setup_seconds: float, setup_peak: int | None) -> T
         sent_bytes_per_step=loop.per_step(loop.traffic.sent),
         cpu_time=loop.cpu_time,
         joules_per_step=loop.joules_per_step(),
+        sketched=tuple(loop.sketched),
         compile_seconds=compile_seconds,
         loaded=loop.loaded,
         expert_tokens=loop.expert_tokens,

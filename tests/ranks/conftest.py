@@ -37,10 +37,12 @@ def launcher() -> Launcher:
 def run_cells(launcher: Launcher, tmp_path: Path) -> RunCells:
     """Runs cells through the runner and the store; returns the recorded results."""
 
-    def run(*cells: Cell, trials: int = 1, timed_seconds: float = 0.0) -> Results:
+    def run(
+        *cells: Cell, trials: int = 1, timed_seconds: float = 0.0, long_training: bool = False
+    ) -> Results:
         store = Store(tmp_path / "results")
         plan = Plan.new("test", cells, trials, [])
-        plan = dataclasses.replace(plan, timed_seconds=timed_seconds)
+        plan = dataclasses.replace(plan, timed_seconds=timed_seconds, long_training=long_training)
         runner = Runner(store, plan, launcher=lambda packages: launcher)
         runner.begin()
         assert runner.run(ProgressListener())

@@ -25,6 +25,7 @@ from tests.conftest import left_in
 MATRIX = """
 trials: 2
 timed_seconds: 0.2
+long_training: false
 defaults: {workload: llama-nano, sequence_length: 32, batch: 8, warmup_steps: 1, timed_steps: 3}
 cells:
   - {strategy: single}
