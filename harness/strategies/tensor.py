@@ -60,7 +60,7 @@ class TensorParallel(Strategy):
         workload = make_workload(cell.workload)
         if to not in ("torchrun", "slurm") or workload.split is None:
             return None
-        values = tensor_values(workload, workload.split, self.sequence_parallel)
+        values = tensor_values(workload, workload.split, self.sequence_parallel, converts=True)
         return Export("tensor.py.j2", values)
 
     def setup(self, job: Job) -> TrainStep:
@@ -117,9 +117,13 @@ class TensorParallel(Strategy):
         return all_reduced(layout.tensor, workload.blocks * reduced * hidden)
 
 
-def tensor_values(workload: Workload, split: Split, sequence_parallel: bool) -> dict[str, Any]:
-    """Returns torch's plan as source; raises Refused if the suite replaces modules first."""
-    if type(split).prepare_tensor is not Split.prepare_tensor:
+def tensor_values(
+    workload: Workload, split: Split, sequence_parallel: bool, converts: bool = False
+) -> dict[str, Any]:
+    """Returns torch's plan as source; raises Refused if the suite replaces modules first, unless
+    the template `converts` them."""
+    replaced = type(split).prepare_tensor is not Split.prepare_tensor
+    if replaced and not converts:
         raise Refused(
             f"torch splits only Linear layers; {workload.name} has others, which the suite"
             " replaces first and a standalone script would not; use a llama workload"
@@ -129,6 +133,7 @@ def tensor_values(workload: Workload, split: Split, sequence_parallel: bool) -> 
     named = " ".join(written.values())
     return {
         "plan": written,
+        "replaced": replaced,
         "styles": sorted({type(style).__name__ for style in plan.values()}),
         "placements": [name for name in ("Replicate", "Shard") if f"{name}(" in named],
     }

@@ -261,6 +261,7 @@ SETS: Sets = [
     ),
     ("tensor", "torchrun", {"options": {"sequence_parallel": True}}),
     ("tensor", "torchrun", {"optimizer": "adamw_foreach"}),
+    ("tensor", "torchrun", {"workload": "gpt2-nano"}),
     # Tied embeddings: a copy at each end of the pipeline; V schedules have one on rank 0.
     ("pipeline", "torchrun", {"workload": "gpt2-nano", "micro_batches": 2}),
     (

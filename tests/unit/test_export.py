@@ -199,7 +199,11 @@ def test_the_documents_table_is_right() -> None:
     [
         (small("fsdp1"), "deepspeed", "to deepspeed; it has one to torchrun.*: deepspeed, deep"),
         (small("data_parallel"), "torchrun", "and these have one to torchrun"),
-        (small("tensor", workload="gpt2-nano"), "torchrun", "torchrun: torch .*Linear.* a llama"),
+        (
+            small("three_d", workload="gpt2-nano", devices=4, micro_batches=2),
+            "torchrun",
+            "torchrun: torch .*Linear.* a llama",
+        ),
         (small("ddp", precision="fp16"), "accelerate", "in fp16 on cpu has no export"),
         (small("ddp", global_batch=3), "torchrun", "3.*2"),
         (small("ddp"), "kubernetes", "use one of spawn, torchrun, slurm"),
