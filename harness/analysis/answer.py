@@ -19,6 +19,7 @@ from harness.analysis.setting import by_setting, grouped
 from harness.analysis.stats import CONFIDENCE, EQUAL, Comparison, LogEstimate, ratio
 from harness.cell.cell import BASELINE, TECHNIQUES
 from harness.cell.errors import plural
+from harness.cell.training import half_precision
 from harness.record.profile_record import ProfileRecord
 
 SAME_MEMORY = 0.05
@@ -193,7 +194,12 @@ def nothing_to_choose(cells: Sequence[CellResult]) -> str:
         return "more ranks than cores: these times tell you nothing about a real machine"
     fair = trustworthy(cells)
     if not any(cell.parity.same_training for cell in fair):
-        return "no cell here is known to train the same as one process"
+        without_twin = any(
+            half_precision(cell.cell.precision, cell.cell.workload) and not cell.parity.fp32_twin
+            for cell in fair
+        )
+        advice = "; also run these cells in fp32, to show what is rounding" if without_twin else ""
+        return f"no cell here is known to train the same as one process{advice}"
     one_device = ranked[0].cell.devices == 1
     if len(candidates(cells)) > 1 or (len(fair) > 1 and not one_device):
         return ""

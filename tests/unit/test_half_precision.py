@@ -15,7 +15,7 @@ from bench.cli.run_matrix import show_end
 from bench.execution import Ended
 from bench.planning import kept_or_new_plan
 from bench.run_options import CommandOptions
-from harness.analysis.answer import answer, undecided
+from harness.analysis.answer import answer, nothing_to_choose, undecided
 from harness.analysis.cell_result import CellResult
 from harness.analysis.summary import cell_results
 from harness.cell.cell import Cell
@@ -117,6 +117,8 @@ def test_a_wide_limit_needs_an_exact_twin_in_fp32(limit: float, alone: bool) -> 
     for trials, same in ((rows, alone), ([*rows, *twin], True)):
         (cell,) = in_precision(cell_results(frame_of(trials)), "bf16")
         assert cell.parity.same_training == same
+        if not same:
+            assert "in fp32" in nothing_to_choose([cell])
 
 
 @pytest.mark.parametrize(
