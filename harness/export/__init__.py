@@ -23,7 +23,13 @@ from harness.seam.registry import make_strategy, strategies, validate
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.training_data import SPREAD_EVERY, SPREAD_STEPS
 from harness.workloads.workload import has_weights
-from harness.workloads.workload_variants import FLOAT8
+from harness.workloads.workload_variants import (
+    ADAPTERS,
+    FLOAT8,
+    PROMPTS,
+    VIRTUAL_TOKENS,
+    adapter_config,
+)
 
 if TYPE_CHECKING:
     from harness.workloads import Workload
@@ -154,10 +160,10 @@ def _require_plain(cell: Cell, workload: Workload) -> None:
             f"{cell.workload} has no export: no script trains a {workload.kind} model from a config"
             f" file; use a {' or '.join(_AUTO)} model"
         )
-    if not set(workload.suffixes) <= {FLOAT8}:
+    if not set(workload.suffixes) <= {FLOAT8, *ADAPTERS}:
         raise UsageError(
             f"{cell.workload} has no export: its model is not a plain transformers model; use a"
-            f" workload without a +suffix, or with +{FLOAT8}"
+            f" workload without +{workload.suffixes[0]}"
         )
 
 
@@ -279,11 +285,22 @@ def _values(cell: Cell, workload: Workload, strategy: Strategy) -> dict[str, Any
         "muon_arguments": _arguments(muon_arguments(cell)),
         "optimized": "model" if cell.optimizer == "muon" else "model.parameters()",
         "float8": FLOAT8 in workload.suffixes,
+        "virtual_tokens": VIRTUAL_TOKENS if {*PROMPTS} & {*workload.suffixes} else 0,
+        "adapter": _adapter(workload),
         "autocast": cell.precision != "fp32",
         "dtype": {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(cell.precision),
         "loss_scale": LOSS_SCALE,
         "backend": "nccl" if cell.device == "cuda" else "gloo",
     }
+
+
+def _adapter(workload: Workload) -> str:
+    """Returns the adapter's config as source; empty without one."""
+    if not (suffixes := [suffix for suffix in workload.suffixes if suffix in ADAPTERS]):
+        return ""
+    of_gpt2 = workload.family is not None and workload.family.name == "gpt2"
+    name, arguments = adapter_config(suffixes[0], transposed=of_gpt2)
+    return f"{name}({_arguments(arguments)})"
 
 
 def unsaved(cell: Cell) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from harness.cell.cell import Cell
 from harness.cell.errors import Refused, UsageError
@@ -39,7 +39,6 @@ from harness.workloads.workload import HasLogits, Workload
 
 if TYPE_CHECKING:
     import torch
-    from peft import PeftConfig
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
@@ -319,36 +318,35 @@ def adapt(model: PreTrainedModel, adapter: str) -> nn.Module:
     """Freezes all parameters; returns the model with a trainable adapter."""
     with quiet():
         import peft
+        from transformers.pytorch_utils import Conv1D
 
-        adapted: nn.Module = peft.get_peft_model(model, _config(model, adapter))
+        transposed = any(isinstance(module, Conv1D) for module in model.modules())
+        name, arguments = adapter_config(adapter, transposed)
+        adapted: nn.Module = peft.get_peft_model(model, getattr(peft, name)(**arguments))
     return adapted
 
 
-def _config(model: PreTrainedModel, adapter: str) -> PeftConfig:
-    import peft
-    from transformers.pytorch_utils import Conv1D
-
-    task = "CAUSAL_LM"
-    transposed = any(isinstance(module, Conv1D) for module in model.modules())
+def adapter_config(adapter: str, transposed: bool) -> tuple[str, dict[str, Any]]:
+    """Returns the name and the arguments of peft's config. `transposed`: whether matrices are
+    (inputs, outputs), as in transformers' Conv1D."""
+    causal = {"task_type": "CAUSAL_LM"}
+    virtual = causal | {"num_virtual_tokens": VIRTUAL_TOKENS}
     if adapter in ("lora", "dora"):
-        return peft.LoraConfig(
-            task_type=task,
-            r=RANK,
-            lora_alpha=2 * RANK,
-            lora_dropout=0.0,
-            target_modules="all-linear",
-            fan_in_fan_out=transposed,
-            use_dora=adapter == "dora",
-        )
+        return "LoraConfig", {
+            **causal,
+            "r": RANK,
+            "lora_alpha": 2 * RANK,
+            "lora_dropout": 0.0,
+            "target_modules": "all-linear",
+            "fan_in_fan_out": transposed,
+            "use_dora": adapter == "dora",
+        }
     if adapter == "ia3":
-        return peft.IA3Config(task_type=task, fan_in_fan_out=transposed)
-    if adapter == "prompt":
-        return peft.PromptTuningConfig(task_type=task, num_virtual_tokens=VIRTUAL_TOKENS)
-    if adapter == "prefix":
-        return peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=VIRTUAL_TOKENS)
-    return peft.PromptEncoderConfig(
-        task_type=task,
-        num_virtual_tokens=VIRTUAL_TOKENS,
-        encoder_reparameterization_type="LSTM" if adapter == "p_tuning_lstm" else "MLP",
-        encoder_dropout=0.0,
-    )
+        return "IA3Config", {**causal, "fan_in_fan_out": transposed}
+    if adapter in ("prompt", "prefix"):
+        return f"{'Prompt' if adapter == 'prompt' else 'Prefix'}TuningConfig", virtual
+    return "PromptEncoderConfig", {
+        **virtual,
+        "encoder_reparameterization_type": "LSTM" if adapter == "p_tuning_lstm" else "MLP",
+        "encoder_dropout": 0.0,
+    }

@@ -24,6 +24,7 @@ from harness.analysis.consistency import loss_deviations
 from harness.export import export_files, write_files
 from harness.host.packages import show
 from harness.seam.registry import make_strategy
+from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell
 
 STAND_IN = """#!/usr/bin/env bash
@@ -262,6 +263,9 @@ SETS: Sets = [
     ("tensor", "torchrun", {"options": {"sequence_parallel": True}}),
     ("tensor", "torchrun", {"optimizer": "adamw_foreach"}),
     ("tensor", "torchrun", {"workload": "gpt2-nano"}),
+    ("ddp", "torchrun", {"workload": "gpt2-nano+ia3"}),
+    ("ddp", "torchrun", {"workload": "llama-nano+prompt"}),
+    ("fsdp2", "torchrun", {"workload": "llama-nano+lora"}),
     # Tied embeddings: a copy at each end of the pipeline; V schedules have one on rank 0.
     ("pipeline", "torchrun", {"workload": "gpt2-nano", "micro_batches": 2}),
     (
@@ -325,8 +329,9 @@ def test_an_exported_set_trains_the_same(
     run_cells: RunCells, tmp_path: Path, strategy: str, to: str, axes: dict[str, Any]
 ) -> None:
     one = cell(strategy, **{"warmup_steps": 1, "timed_steps": 4, "parity_steps": 5, **axes})
-    for package in ("accelerate", "deepspeed", "fairscale", "horovod", "torchft"):
-        needed = package in (strategy, to, *make_strategy(one).requires)
+    for package in ("accelerate", "deepspeed", "fairscale", "horovod", "torchft", "peft"):
+        needs = (*make_strategy(one).requires, *make_workload(one.workload).requires)
+        needed = package in (strategy, to, *needs)
         if (needed or "zero" in str(axes)) and find_spec(package) is None:
             pytest.skip(f"{package} is not installed: make setup")
     trial = run_cells(one).trials.iloc[0]
