@@ -34,6 +34,9 @@ Verdict = Literal["yes", "no", "uncertain"]
 Method = Literal["full", "lora", "dora", "qlora", "qdora"]
 
 SURE, HARDLY = 0.9, 0.1
+MEASURED_SPREAD, LESS_CERTAIN = 0.1, 0.95
+"""Spread of log peak memory up to which setups count as measured, and the maximum probability of
+other setups."""
 MOST_SEQUENCE, STEP = 2**20, 256
 MOST_BATCH = 1024
 MEASURED_SEQUENCES, MEASURED_GPUS = (1024, 8192), ("a100", "h100", "h200")
@@ -154,9 +157,10 @@ def probability(question: FitQuestion, recipe: Recipe) -> float:
     """Returns the probability of fitting, which is nearer to one half for setups that were never
     measured."""
     room = usable_bytes(question.gpu, recipe.gpus) / footprint(question.shape, recipe).demand
-    deviations = math.log(room) / spread(question.shape, recipe)
-    certain = 0.5 * (1 + math.erf(deviations / math.sqrt(2)))
-    return min(MOST_CERTAIN, max(1 - MOST_CERTAIN, certain))
+    deviation = spread(question.shape, recipe)
+    certain = 0.5 * (1 + math.erf(math.log(room) / deviation / math.sqrt(2)))
+    most = MOST_CERTAIN if deviation <= MEASURED_SPREAD else LESS_CERTAIN
+    return min(most, max(1 - most, certain))
 
 
 def _ladder(question: FitQuestion) -> Iterator[tuple[tuple[str, ...], Recipe]]:
