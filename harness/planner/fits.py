@@ -327,6 +327,8 @@ LONG_FROM, LONG_SHARE = 4096, 0.6
 Llama 2 7B reaches on an A100 with 16,384 and 32,768 tokens (LLaMA-Factory's wiki, 2024)."""
 HOPPER = 600 * TERA
 """Operations per second that only Hopper and later GPUs reach in bf16."""
+AGAIN = {"none": 0.0, "selective": 0.1, "selective-op": 0.4, "half": 0.5, "full": 1.0}
+"""Share of forward that backward repeats, by kind of recomputation."""
 COMPILED = 3.0
 """Factor by which torch.compile reduces elementwise traffic and launches. Assumed."""
 GATHER_SECONDS = 6e-3
@@ -394,7 +396,7 @@ def _seconds_per_token(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> floa
     peak = gpu.bf16_flops_per_second or gpu.fp16_flops_per_second or 1e13
     if recipe.precision == "fp32" and not recipe.adapter:
         peak = gpu.fp32_flops_per_second or peak / 8
-    again = {"none": 0.0, "selective": 0.1, "selective-op": 0.4, "full": 1.0}[recipe.recompute]
+    again = AGAIN[recipe.recompute]
     reached = best_products().get(gpu.host_name, USUAL_SHARE * peak / TERA) * TERA
     if recipe.precision == "fp32" and not recipe.adapter:
         reached = USUAL_SHARE * peak
@@ -436,7 +438,7 @@ def _launches(shape: ModelShape, recipe: Recipe) -> float:
         seconds += per_target * len(recipe.adapter.matrices(shape))
     if recipe.library == "deepspeed" and recipe.sharding == "full":
         seconds += GATHER_SECONDS
-    again = 4 / 3 if recipe.recompute == "full" else 1.0
+    again = {"full": 4 / 3, "half": 7 / 6}.get(recipe.recompute, 1.0)
     return shape.layers * seconds * again / (COMPILED if recipe.compiled else 1)
 
 

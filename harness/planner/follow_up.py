@@ -24,7 +24,7 @@ from harness.export import (
 )
 from harness.planner.cluster.cluster_plan import ClusterCandidate
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout
-from harness.planner.cluster.recipe import RECOMPUTE, SUITE_CELLS
+from harness.planner.cluster.recipe import RECOMPUTE, SUITE_CELLS, SUITE_RECOMPUTE
 from harness.seam.base import Strategy
 from harness.seam.registry import make_strategy, strategies, validate, with_defaults
 from harness.workloads import make_workload
@@ -153,7 +153,7 @@ def cells_of_layout(
     """
     if layout.context > 1 or layout.expert > 1 or layout.chunks > 1 or layout.offload:
         return []
-    if question.precision not in SUITE_CELLS or RECOMPUTE[layout.recompute] == "selective-op":
+    if question.precision not in SUITE_CELLS or RECOMPUTE[layout.recompute] not in SUITE_RECOMPUTE:
         return []
     fitting = [
         (cell, strategy)

@@ -18,6 +18,7 @@ from harness.planner.cluster.question import (
     PlannedLayouts,
     enumerate_layouts,
 )
+from harness.planner.cluster.recipe import RECOMPUTE
 
 CALIBRATION = load()
 
@@ -67,3 +68,18 @@ def test_devices_without_measured_runs_have_wider_intervals() -> None:
         for device in ("h100-80gb", "b200-180gb")
     )
     assert new == pytest.approx(np.hypot(known, NEW_DEVICE))
+
+
+def test_half_of_the_layers_can_be_recomputed() -> None:
+    """It lies between none and all in memory and time, whichever code trains."""
+    question = question_of("llama-8b", 8, 64)
+    for shared in ({"data": 8, "zero": 3}, {"data": 4, "tensor": 2, "zero": 1}):
+        layouts = PlannedLayouts.of(
+            [
+                PlannedLayout(**shared, micro_batch=2, accumulation=4, recompute=kind)
+                for kind in map(RECOMPUTE.index, ("none", "half", "full"))
+            ]
+        )
+        found = predict(question, layouts, CALIBRATION)
+        assert (np.diff(found.memory.activations) < 0).all()
+        assert (np.diff(found.seconds) > 0).all()

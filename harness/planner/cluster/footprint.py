@@ -98,7 +98,7 @@ def spread(shape: ModelShape, recipe: Recipe) -> float:
     variance = SPREAD**2
     variance += SPREADS["experts"] ** 2 * (shape.experts > 1)
     variance += (SPREADS["gpus"] * math.log2(max(1.0, recipe.gpus * recipe.tensor / 2))) ** 2
-    variance += SPREADS["selective"] ** 2 * recipe.recompute.startswith("selective")
+    variance += SPREADS["selective"] ** 2 * (recipe.recompute not in ("none", "full"))
     variance += SPREADS["gptq4"] ** 2 * (recipe.base in ("gptq4", "int8"))
     variance += SPREADS["ungated"] ** 2 * (not shape.gated)
     variance += SPREADS["offload"] ** 2 * (recipe.offload or recipe.offloaded_activations)
@@ -297,10 +297,11 @@ def _kept_bytes(shape: ModelShape, recipe: Recipe) -> float:
     """Returns the bytes per token that a layer keeps between forward and backward."""
     if recipe.recompute == "none":
         return layer_bytes(shape, recipe)
-    if recipe.recompute != "full":
+    if recipe.recompute.startswith("selective"):
         return selective_bytes(shape, recipe)
     element = 4.0 if recipe.fp32_stream else _stream(recipe)
-    return (element + 2.0 * _copies_inputs(shape, recipe)) * shape.hidden
+    inputs = (element + 2.0 * _copies_inputs(shape, recipe)) * shape.hidden
+    return inputs if recipe.recompute == "full" else (inputs + layer_bytes(shape, recipe)) / 2
 
 
 def _copies_inputs(shape: ModelShape, recipe: Recipe) -> bool:

@@ -160,9 +160,10 @@ def _layer_activations(
     whole = whole + element * tokens * further / tensor
     saved = scale * tokens * (0.6 * hidden + 0.75 * feed * c.layer_feed) / tensor + pending
     inputs = tokens * element * shape.hidden / tensor
-    layer = np.select([layouts.recompute == 2, layouts.recompute == 1], [inputs, saved], whole)
-    again = np.where(layouts.recompute > 0, whole - layer, 0.0)
-    return layer, again, np.where(layouts.recompute == 2, 0.0, pending)
+    share = layouts.recomputed_layers
+    layer = np.where(layouts.recompute == 1, saved, share * inputs + (1 - share) * whole)
+    again = np.where(share > 0, whole - inputs, whole - layer)
+    return layer, again, (1 - share) * pending
 
 
 def memory(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.cell.errors import UsageError
-from harness.planner.cluster.calibration import Bools, Ints
+from harness.planner.cluster.calibration import Bools, Floats, Ints
 from harness.planner.cluster.hardware import Cluster
 from harness.planner.cluster.model_shape import ModelShape, empty_stages
 from harness.planner.cluster.recipe import RECOMPUTE, Precision
@@ -120,6 +120,13 @@ class PlannedLayouts:
     @property
     def devices(self) -> Ints:
         return self.data * self.pipeline * self.tensor * self.context
+
+    @property
+    def recomputed_layers(self) -> Floats:
+        """Share of layers that backward recomputes as a whole."""
+        shares = np.array([{"full": 1.0, "half": 0.5}.get(name, 0.0) for name in RECOMPUTE])
+        result: Floats = shares[self.recompute]
+        return result
 
     @property
     def native(self) -> Bools:

@@ -16,10 +16,12 @@ Base = Literal["bf16", "int8", "nf4", "nf4-double", "gptq4"]
 Sharding = Literal["none", "optimizer", "grad", "full"]
 """What data-parallel GPUs share: nothing (DDP), optimizer states (ZeRO-1), also gradients (ZeRO-2),
 or also parameters (ZeRO-3, FSDP)."""
-Recompute = Literal["none", "selective", "full", "selective-op"]
+Recompute = Literal["none", "selective", "full", "selective-op", "half"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-"""What backward recomputes: nothing, all but matrix products and attention, whole layers, or also
-every second product (torchtitan's selective recomputation by operator)."""
+"""What backward recomputes: nothing, all but matrix products and attention, whole layers, every
+second product too (torchtitan's selective recomputation by operator), or every second layer."""
+SUITE_RECOMPUTE = RECOMPUTE[:3]
+"""Recomputation that the suite's cells offer."""
 Library = Literal["transformers", "transformers-2024", "fused", "native", "deepspeed"]
 """Code of the model. `transformers`: from 4.46 on. `transformers-2024`: before 4.46. `fused`: with
 fused norms and loss. `native`: torch's own fused norm (torchtitan, torchtune). `deepspeed`: that of

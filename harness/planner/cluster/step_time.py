@@ -98,11 +98,11 @@ class AxisBandwidths:
         tensor, context = layouts.tensor.astype(float), layouts.context.astype(float)
         element = STATES[question.precision].element
         hidden = tokens * shape.hidden * element
-        collectives = TENSOR_COLLECTIVES * np.where(layouts.recompute == 2, 1.4, 1.0)
+        collectives = TENSOR_COLLECTIVES * (1 + 0.4 * layouts.recomputed_layers)
         collectives = collectives * c.tensor_exposed
         # DTensor waits for each gather and scatter (PyTorch, parallelize_module without
         # asynchronous tensor parallelism).
-        native = NATIVE_COLLECTIVES * np.where(layouts.recompute == 2, 1.5, 1.0)
+        native = NATIVE_COLLECTIVES * (1 + 0.5 * layouts.recomputed_layers)
         collectives = np.where(layouts.native, native, collectives)
         # Counts the whole tensor, not (n - 1) / n: behind one switch, 2 to 8 ranks take about as
         # long.
@@ -325,17 +325,17 @@ def _layer(
     width = h + (1.0 if shape.gated else UNGATED) * shape.active_feed_forward
     passes = element * tokens * width / tensor / memory_rate
     cheap = c.elementwise_passes * passes / 3
+    again = layouts.recomputed_layers * (forward + attention)
+    again = again + np.where(np.isin(layouts.recompute, (1, 3)), cheap, 0.0)
     # Every second product is recomputed, but not attention.
-    again = np.choose(
-        layouts.recompute, [0.0 * forward, cheap, forward + attention, cheap + forward / 2]
-    )
+    again = again + np.where(layouts.recompute == 3, forward / 2, 0.0)
     # Backward has twice the products, and 2.5 times the attention, of forward (FlashAttention-2,
     # arXiv 2307.08691, section 3).
     compute = 2 * forward + split + 3.5 * attention + c.elementwise_passes * passes + again
     head = 3 * product(tokens, h, v / tensor, cluster, c)
     head = head + c.logit_bytes * tokens * v / tensor / memory_rate
     launch = c.launch_layer + np.where(tensor > 1, c.launch_tensor, 0.0)
-    launch = launch * np.where(layouts.recompute == 2, 4 / 3, 1.0)
+    launch = launch * (1 + layouts.recomputed_layers / 3)
     span = links.tensor_nodes
     launch = launch + 10 * (span - 1) * c.tensor_latency
     crossing = (layouts.pipeline > 1) & (links.nodes > 1) & (tensor > 1)
