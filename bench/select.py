@@ -70,11 +70,11 @@ def find_sides(names: Sequence[str], results: Path) -> tuple[RunSelection, RunSe
             f"a comparison needs one or two runs or folders, not {len(names)}: python -m bench"
             " compare A B; the newest two runs of a matrix are latest~1 latest"
         )
-    first, second = (*names, "latest")[:2]
-    return two_sides(_kept(first, results), _kept(second, results), results)
+    earlier, later = (*names, "latest")[:2]
+    return two_sides(_side(earlier, results), _side(later, results), results)
 
 
-def _kept(name: str, results: Path) -> str:
+def _side(name: str, results: Path) -> str:
     """Returns the folder of reference results with this name, or else the name."""
     folder = results / REFERENCES / name
     return str(folder) if Path(name).name == name and folder.is_dir() else name

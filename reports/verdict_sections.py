@@ -109,11 +109,11 @@ def _one_command(text: str | None) -> str | None:
     """Returns a recorded command line if a shell would run only that command; it may come from
     another person's results."""
     try:
-        words = shlex.split(text or "")
+        arguments = shlex.split(text or "")
     except ValueError:  # an open quotation
         return None
-    only = words[:4] == ["python", "-m", "bench", "run"] and shlex.join(words) == text
-    return text if only else None
+    is_run = arguments[:4] == ["python", "-m", "bench", "run"]
+    return text if is_run and shlex.join(arguments) == text else None
 
 
 Roles = list[tuple[CellResult, str]]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 if TYPE_CHECKING:
     import torch
@@ -128,11 +128,22 @@ def first_replayed(parity_steps: int) -> int:
     return max(parity_steps - REPLAYED_STEPS, 1)
 
 
+Nested = TypeVar("Nested")
+
+
+def of_each_tensor(call: Callable[[Tensor], Tensor], nested: Nested) -> Nested:
+    """Returns the result for each tensor in lists, tuples and dicts; other values stay."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    return cast("Nested", pytree.tree_map_only(torch.Tensor, call, nested))
+
+
 @dataclass(frozen=True)
 class Batch:
     """A rank's share of a step's global batch.
 
-    `inputs`: (samples, ...), `labels`: (samples, ...).
+    `inputs`: (samples, ...), `labels`: (samples, ...); a user's model may have them nested.
     """
 
     step: int
@@ -154,8 +165,8 @@ class Batch:
     def part(self, number: int, parts: int, dimension: int = 0) -> Batch:
         """Returns one of `parts` equal parts of the samples, or of the tokens (dimension 1)."""
         inputs, labels, keys, positions = (
-            None if tensor is None else tensor.chunk(parts, dimension)[number]
-            for tensor in (self.inputs, self.labels, self.keys, self.positions)
+            of_each_tensor(lambda tensor: tensor.chunk(parts, dimension)[number], nested)
+            for nested in (self.inputs, self.labels, self.keys, self.positions)
         )
         assert inputs is not None
         assert labels is not None

@@ -233,6 +233,18 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
             f"global batch {cell.global_batch} does not divide into {layout.data} data-parallel"
             f" ranks x {cell.micro_batches} micro-batches; use a multiple of {pieces}"
         )
+    if (fewest := workload.fewest_samples) * pieces > cell.global_batch:
+        raise Refused(
+            f"{layout.data} data-parallel ranks x {cell.micro_batches} micro-batches leave"
+            f" {cell.global_batch // pieces} sample for each, and BatchNorm in {workload.name}"
+            f" needs {fewest} in training; use a larger global batch"
+        )
+    if pieces > 1 and workload.depends_on_batch:
+        raise Refused(
+            f"a sample's loss in {workload.name} depends on the other samples of its batch, which"
+            f" {pieces} parts would change: with a loss over the whole batch, use one device; if"
+            " samples only have unequal weights, return the sum and add weight(labels)"
+        )
     if layout.pipeline > 1 or layout.tensor > 1:
         workload.check_split(layout)
     stages = layout.pipeline > 1 or strategy.capabilities.stages

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from harness.cell.training import Layout, TrainStep
+from harness.cell.training import Layout, TrainStep, of_each_tensor
 from harness.seam import Capabilities, Cell, Job, Strategy
 from harness.seam.job import standard_step
 
@@ -56,16 +56,17 @@ def in_autocast(job: Job, inner: nn.Module) -> nn.Module:
             super().__init__()
             self.inner = inner
 
-        def forward(self, inputs: Tensor) -> Tensor:
+        def forward(self, *inputs: object, **named: object) -> Tensor:
             with job.autocast():
-                return job.workload.logits(self.inner, inputs)
+                return job.workload.logits_of(self.inner(*inputs, **named))
 
     return InAutocast()
 
 
-def on_threads(job: Job, first: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Returns a function from batch to logits, with one replica and CPU thread per part."""
+def on_threads(job: Job, first: nn.Module) -> Callable[..., Any]:
+    """Returns a function from inputs to outputs, with one replica and CPU thread per part."""
     import torch
+    from torch.utils import _pytree as pytree
 
     from harness.workloads.dropout import masks_of
 
@@ -77,27 +78,42 @@ def on_threads(job: Job, first: nn.Module) -> Callable[[Tensor], Tensor]:
         len(replicas), initializer=torch.set_num_threads, initargs=(job.threads,)
     )
 
-    def forward(replica: nn.Module, inputs: Tensor, keys: Tensor | None) -> Tensor:
+    def forward(replica: nn.Module, part: Any, keys: Tensor | None) -> tuple[list[Any], Any]:
         if keys is not None:
             masks_of(replica).keys = keys
+        inputs, named = part
         with job.autocast():
-            return job.workload.logits(replica, inputs)
+            return pytree.tree_flatten(job.workload.logits_of(replica(*inputs, **named)))
 
     class Apply(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, inputs: Tensor, anchor: Tensor) -> Tensor:
+        def forward(ctx: Any, given: Any, anchor: Tensor) -> tuple[Any, ...]:
             for tensors in everything[1:]:
                 torch._foreach_copy_(
                     [t.detach() for t in tensors], [t.detach() for t in everything[0]]
                 )
             count, keys = len(replicas), job.recipe.masks.keys
             parts_keys = [None] * count if keys is None else keys.chunk(count)
-            ctx.outputs = list(pool.map(forward, replicas, inputs.chunk(count), parts_keys))
-            return torch.cat([output.detach() for output in ctx.outputs])
+            outputs = list(pool.map(forward, replicas, parts_of(given, count), parts_keys))
+            structure[:] = [outputs[0][1]]
+            ctx.outputs = [leaves for leaves, _ in outputs]
+            return tuple(
+                torch.cat([part.detach() for part in same])
+                if isinstance(same[0], torch.Tensor)
+                else same[0]
+                for same in zip(*ctx.outputs, strict=True)
+            )
 
         @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Any:
-            list(pool.map(torch.autograd.backward, ctx.outputs, gradients[0].chunk(len(replicas))))
+        def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+            trained = [
+                number
+                for number, leaf in enumerate(ctx.outputs[0])
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            ]
+            outputs = [[leaves[number] for number in trained] for leaves in ctx.outputs]
+            parts = parts_of([gradients[number] for number in trained], len(replicas))
+            list(pool.map(torch.autograd.backward, outputs, parts))
             for others in parameters[1:]:
                 for mine, theirs in zip(parameters[0], others, strict=True):
                     if theirs.grad is not None:
@@ -105,7 +121,19 @@ def on_threads(job: Job, first: nn.Module) -> Callable[[Tensor], Tensor]:
                         theirs.grad = None
             return None, None
 
-    # Gives the logits a gradient function; the inputs have none.
+    # Gives the outputs a gradient function; the inputs have none.
     anchor = torch.zeros((), requires_grad=True)
     apply: Any = Apply.apply
-    return lambda inputs: apply(inputs, anchor)
+    structure: list[Any] = []
+    return lambda *inputs, **named: pytree.tree_unflatten(
+        apply((inputs, named), anchor), structure[0]
+    )
+
+
+def parts_of(nested: Any, count: int) -> list[Any]:
+    """Cuts each tensor into parts by its first dimension."""
+
+    def part(number: int) -> Any:
+        return of_each_tensor(lambda tensor: tensor.chunk(count)[number], nested)
+
+    return [part(number) for number in range(count)]

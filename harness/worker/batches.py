@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness.cell.cell import Cell
-from harness.cell.training import Batch
+from harness.cell.training import Batch, of_each_tensor
 from harness.workloads import DataSource
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Batches:
         return self._batch(batch_number, step, tensors)
 
     def _batch(self, batch_number: int, step: int, tensors: Tensors) -> Batch:
-        there = {name: t.to(self.device, non_blocking=True) for name, t in tensors.items()}
+        there = of_each_tensor(lambda t: t.to(self.device, non_blocking=True), tensors)
         return Batch(batch_number, label_tokens=self._label_tokens(step), **there)
 
     def _tensors(self, step: int) -> Tensors:
@@ -109,7 +109,10 @@ class Batches:
             arrays["keys"] = self.data.dropout_keys(*where)[self.rows]
         if recipe.packed:
             arrays["positions"] = self.data.positions(*where)[self.rows]
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return {
+            name: torch.from_numpy(array) if isinstance(array, np.ndarray) else array
+            for name, array in arrays.items()
+        }
 
     def _padding(self, step: int) -> NDArray[np.bool_]:
         lengths = self.data.lengths(self.seed, step, self.global_batch)
@@ -137,4 +140,4 @@ class Batches:
         return labelled * samples / self.global_batch
 
     def _pinned(self, step: int) -> Tensors:
-        return {name: tensor.pin_memory() for name, tensor in self._tensors(step).items()}
+        return of_each_tensor(lambda tensor: tensor.pin_memory(), self._tensors(step))

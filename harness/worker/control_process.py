@@ -171,7 +171,9 @@ def _computation(spec: TrialSpec, rank: int) -> Callable[[], None]:
     cell, device = spec.cell, torch.device("cpu")
     workload = make_workload(cell.workload)
     model = workload.build(cell.seed, device)
-    batch = Batches(spec.data, cell.seed, 1, slice(0, 1), device).fetch(0)
+    # In training mode, BatchNorm may need several values.
+    size = workload.counted_samples
+    batch = Batches(spec.data, cell.seed, size, slice(0, size), device).fetch(0)
 
     def compute() -> None:
         workload.loss(workload.logits(model, batch.inputs), batch.labels).backward()

@@ -201,6 +201,7 @@ def _counted(workload: Workload, sequence_length: int | None) -> ModelFacts:
     flops = 0
     if sequence_length is not None:
         flops = model_flops(model, lambda: workload.counted(model, sequence_length))
+        flops //= workload.counted_samples
     parameter_bytes, buffer_bytes, scale_bytes = workload.stored_bytes(model)
     named = dict(model.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad}

@@ -177,8 +177,7 @@ def observe_training(
             logits = workload.split.logits if sequence_parallel else logits
         if recompute != "none":
             recompute_blocks(model, workload.blocks_of(model), recompute)
-        inputs = workload.sample_inputs(samples, sequence_length)
-        labels = workload.sample_labels(inputs)
+        inputs, labels = workload.sample(samples, sequence_length)
         observer.watch(model)
         with observer:
             with torch.autocast("cpu", half, enabled=half is not None):

@@ -205,8 +205,8 @@ class UserData(DataSource):
     workload: str = ""
 
     def batch(self, seed: int, step: int, global_batch: int, rows: slice) -> tuple[Array, Array]:
-        inputs, labels = self._user.rows(self._numbers(step, global_batch)[rows])
-        return inputs.numpy(), labels.numpy()
+        """Returns the user's tensors, which may be nested."""
+        return cast("tuple[Array, Array]", self._user.rows(self._numbers(step, global_batch)[rows]))
 
     def weight(self, step: int, global_batch: int) -> float | None:
         return self._user.weight(self._numbers(step, global_batch))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar, cast
 
-from harness.cell.errors import UsageError
+from harness.cell.errors import Refused, UsageError
+from harness.cell.training import of_each_tensor
 from harness.host.user_code import UserClass, first_line
-from harness.workloads.structure import block_lists, has_batch_norm, key_biases, tied_parameters
+from harness.workloads.structure import block_lists, has_batch_norm, tied_parameters
 from harness.workloads.workload import (
     MOST_TRIED,
     REPEATED_WITHIN,
@@ -19,38 +23,51 @@ from harness.workloads.workload import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
+    from harness.cell.cell import Cell
     from harness.workloads.family import Split
 
 Result = TypeVar("Result")
+ZERO_GRADIENT = 1e-12
+"""Fraction of the largest gradient in fp64 below which a gradient is only rounding."""
 
 
 class UserModel(Protocol):
     """Methods of a user's class, which may also have these attributes:
 
+    - `dataset`, with `collate`, instead of `batch`: a map-style dataset, and a function from a list
+      of its samples to a batch (default: torch's `default_collate`)
     - `weight(labels)`: the samples' total weight; `loss` then returns a weighted sum
     - `blocks`: paths of the lists of blocks
     - `split`: a `Split` for pipeline and tensor parallelism, with `hidden_size`
     """
 
     def build(self) -> nn.Module:
-        """Returns the model in fp32. Torch is seeded, and new tensors are on the right device."""
+        """Returns the model. Torch is seeded, and new tensors are on the right device."""
 
-    def batch(self, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns inputs and labels of these samples on the CPU, with a row per sample.
+    def batch(self, samples: Tensor) -> object:
+        """Returns inputs and labels of these samples on the CPU, or one dict with both.
 
-        `samples`: sample numbers (int64), counted over all steps.
+        Inputs and labels are tensors, or tensors in tuples, lists and dicts. The model is called
+        with a tuple as `model(*inputs)` and with a dict as `model(**inputs)`, without the entries
+        that its forward does not take. `samples`: sample numbers (int64), counted over all steps.
         """
 
-    def loss(self, output: Tensor, labels: Tensor) -> Tensor:
-        """Returns mean loss of the samples, given the model's output."""
+    def loss(self, output: object, labels: object) -> Tensor:
+        """Returns mean loss of the samples, given the model's output, and the labels or the dict
+        of the batch. Without this method, the output has the loss, as transformers' models do."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UserWorkload(Workload):
     user: UserModel
     digest: str
+    takes: frozenset[str] | None = None
+    """Names of forward's parameters; None if it takes any."""
+    positional: int = 1
+    """Number of forward's positional parameters without a default."""
 
     @property
     def version(self) -> str:
@@ -61,6 +78,7 @@ class UserWorkload(Workload):
         return int(getattr(self.user, "hidden_size", 0))
 
     def _new_model(self, saved_weights: bool) -> nn.Module:
+        import torch
         from torch import nn
 
         from harness.workloads.dropout import without_dropout
@@ -69,56 +87,159 @@ class UserWorkload(Workload):
         if not isinstance(model, nn.Module):
             self.reject(f"build() must return an nn.Module, it returned {type(model).__name__}")
         without_dropout(model)
+        if any(nn.parameter.is_lazy(tensor) for tensor in model.parameters()):
+            device = torch.get_default_device()
+            inputs, _ = of_each_tensor(lambda t: t.to(device), self.rows([0, 1]))
+            with torch.no_grad():
+                self.output(model.eval(), inputs)
         return model
+
+    def on_meta(self) -> nn.Module:
+        try:
+            return super().on_meta()
+        except UsageError:
+            raise
+        except Exception:  # some models can only be built with real tensors
+            return self._try("build()", lambda: self.build(0))
+
+    def output(
+        self, model: Callable[..., Tensor | HasLogits], inputs: object, **more: Tensor
+    ) -> Tensor | HasLogits:
+        if isinstance(inputs, dict):
+            taken = self.takes or inputs
+            return model(**{name: inputs[name] for name in inputs if name in taken}, **more)
+        if isinstance(inputs, tuple) or (isinstance(inputs, list) and self.positional > 1):
+            return model(*inputs, **more)
+        return model(inputs, **more)
 
     def logits_of(self, output: Tensor | HasLogits) -> Tensor:
         """Returns the output, in fp32 if it was in half precision."""
         import torch
 
-        is_half = getattr(output, "dtype", None) in (torch.bfloat16, torch.float16)
-        return cast("Tensor", output).float() if is_half else cast("Tensor", output)
+        half = (torch.bfloat16, torch.float16)
+        return cast("Tensor", of_each_tensor(lambda t: t.float() if t.dtype in half else t, output))
 
     def loss(self, logits: Tensor, labels: Tensor, label_tokens: float | None = None) -> Tensor:
-        loss = self.user.loss(logits, labels)
+        loss = self.user.loss(logits, labels) if hasattr(self.user, "loss") else _own_loss(logits)
         shape = getattr(loss, "shape", None)
         if shape is None or len(shape):
             kind = type(loss).__name__ if shape is None else f"shape {tuple(shape)}"
-            self.reject(f"loss() must return a scalar tensor, not {kind}")
+            self.reject(f"{self._loss_name} must return a scalar tensor, not {kind}")
         return loss if label_tokens is None else loss / label_tokens
+
+    @property
+    def _loss_name(self) -> str:
+        return "loss()" if hasattr(self.user, "loss") else "forward, without a loss() of the class,"
 
     def weight(self, samples: Sequence[int]) -> float | None:
         """Returns the samples' total weight; None if all samples count equally."""
         weigh = getattr(self.user, "weight", None)
         return None if weigh is None else float(weigh(self.rows(samples)[1]))
 
-    def counted(self, model: nn.Module, sequence_length: int) -> Tensor:
-        inputs, labels = self.rows([0])
-        return self.loss(model(inputs), labels)
+    @property
+    def counted_samples(self) -> int:
+        return 2  # in training mode, BatchNorm needs several values
 
-    def sample_inputs(self, samples: int, sequence_length: int) -> Tensor:
-        return self.rows(range(samples))[0]
-
-    def sample_labels(self, inputs: Tensor) -> Tensor:
-        return self.rows(range(len(inputs)))[1]
+    def sample(self, samples: int, sequence_length: int) -> tuple[Tensor, Tensor]:
+        return self.rows(range(samples))
 
     def rows(self, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Returns samples by number; raises UsageError if the user's batch has another shape."""
+        """Returns inputs and labels of samples by number; raises UsageError if the user's batch has
+        another form."""
         import torch
 
-        made = self.user.batch(torch.tensor(samples))
-        if not (isinstance(made, tuple) and len(made) == 2):
-            self.reject("batch() must return a tuple of inputs and labels")
-        for name, part in zip(("inputs", "labels"), made, strict=True):
-            if not isinstance(part, torch.Tensor):
-                self.reject(
-                    f"batch() must return tensors, but its {name} are {type(part).__name__}"
-                )
-            if part.ndim == 0 or len(part) != len(samples):
+        made = self._batch(samples)
+        if isinstance(made, Mapping):
+            made = dict(made)
+            inputs, labels = made, made
+        elif not hasattr(self.user, "loss"):
+            inputs, labels = made, made
+        elif isinstance(made, tuple | list) and len(made) == 2:
+            inputs, labels = made
+        else:
+            self.reject(
+                "batch() must return inputs and labels, or one dict with both, not"
+                f" {_kind(made)}; tensors of several inputs go into a tuple or a dict"
+            )
+        for name, part in (("inputs", inputs), ("labels", labels)):
+            if not _tensors(part):
+                self.reject(f"batch() returned {name} without a tensor: {_kind(part)}")
+            if isinstance(part, torch.Tensor) and (part.ndim == 0 or len(part) != len(samples)):
                 self.reject(
                     f"batch() got {len(samples)} samples, but its {name} have shape"
                     f" {tuple(part.shape)}; their first dimension must be {len(samples)}"
                 )
-        return made
+        return cast("Tensor", inputs), cast("Tensor", labels)
+
+    def _batch(self, samples: Sequence[int]) -> object:
+        import torch
+        from torch.utils.data import default_collate
+
+        if hasattr(self.user, "batch"):
+            return self.user.batch(torch.tensor(samples, device="cpu"))
+        dataset = self.user.dataset
+        collate = getattr(self.user, "collate", default_collate)
+        return collate([dataset[sample % len(dataset)] for sample in samples])
+
+    @functools.cached_property
+    def divisible(self) -> bool:
+        """Whether each tensor of a batch has a row per sample, so that micro-batches can be cut."""
+        return all(t.ndim and len(t) == 2 for t in _tensors(self.rows([0, 1])))
+
+    @functools.cached_property
+    def fewest_samples(self) -> int:
+        """Number of samples that a part of the batch needs in training mode."""
+        import torch
+
+        try:
+            with torch.no_grad():
+                self.output(self.build(0), self.rows([0])[0])
+        except Exception as error:  # whatever a user's code raises
+            return 2 if "more than 1 value per channel" in str(error) else 1
+        return 1
+
+    def check(self, cell: Cell, shards_parameters: bool) -> None:
+        cuts = cell.micro_batches > 1 or cell.strategy == "data_parallel"
+        if cuts and not self.divisible:
+            raise Refused(
+                f"a batch of {self.name} has tensors without a row per sample, which cannot be cut"
+                " into parts; use one micro-batch, and not data_parallel"
+            )
+        properties = self._first_with
+        if name := properties["sparse gradient"]:
+            raise Refused(
+                f"the gradient of {name} in {self.name} is sparse, and {cell.optimizer} takes dense"
+                " ones; build the module with sparse=False"
+            )
+        for what, instead in _NOT_SHARDED.items():
+            if shards_parameters and (name := properties[what]):
+                raise Refused(f"{name} in {self.name} {what}, and {cell.strategy} {instead}")
+        if cell.strategy == "data_parallel" and not hasattr(self.user, "loss"):
+            raise Refused(
+                f"{self.name} computes its loss in forward, and DataParallel would return one for"
+                " each device; give the class a loss(output, labels), or use ddp"
+            )
+
+    @functools.cached_property
+    def _first_with(self) -> dict[str, str]:
+        """Name of the first parameter with each property that strategies may not support; empty
+        names without one."""
+        model = self.on_meta()
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        kinds = [p.dtype for _, p in named]
+        found = {
+            "is complex": [name for name, p in named if p.is_complex()],
+            "has no dimension": [name for name, p in named if p.ndim == 0],
+            "has another dtype than most": [
+                name for name, p in named if p.dtype != max(kinds, key=kinds.count)
+            ],
+            "sparse gradient": [
+                f"{name}.weight"
+                for name, module in model.named_modules()
+                if getattr(module, "sparse", False) and hasattr(module, "weight")
+            ],
+        }
+        return {what: next(iter(names), "") for what, names in found.items()}
 
     def reject(self, why: str) -> NoReturn:
         raise UsageError(f"workload {self.name!r}: {why}")
@@ -131,7 +252,7 @@ class UserWorkload(Workload):
         parameters = list(model.parameters())
         if not any(p.requires_grad for p in parameters):
             self.reject("build() returned a model without trainable parameters")
-        if sum(p.numel() for p in parameters) > MOST_TRIED:
+        if self._too_large_to_try:
             return
         again = self.build(0)
         if not all(torch.equal(a, b) for a, b in zip(parameters, again.parameters(), strict=True)):
@@ -139,25 +260,128 @@ class UserWorkload(Workload):
                 "build() returned other weights the second time; draw them from torch's generator"
             )
         self._try("training", lambda: self._loss(model, [0, 1]).backward())
-        with torch.no_grad():
-            first, second = self._loss(model, [0, 1]), self._loss(again, [0, 1])
-            if losses_differ(first, second, REPEATED_WITHIN):
+        self._require_steady()
+        weighted, (both, added) = self.weight([0, 1]) is not None, self._together_and_added
+        if losses_differ(both, added) if weighted else not losses_differ(both, added):
+            self.reject(
+                f"{self._loss_name} must be the {'sum' if weighted else 'mean'} of the samples'"
+                f" losses, as it has {'a' if weighted else 'no'} weight(labels), for any batch"
+            )
+
+    def _require_steady(self) -> None:
+        """Raises UsageError if the same batch may give another loss."""
+        import torch
+
+        def losses(seed: int, calls: int) -> float:
+            model = self.build(0)
+            for _ in range(calls):
+                torch.manual_seed(seed)
+                loss = self._loss(model, [0, 1])
+            return float(loss)
+
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            first, other_seed, second_call = losses(0, 1), losses(1, 1), losses(0, 2)
+            if losses_differ(first, losses(0, 1), REPEATED_WITHIN):
                 self.reject(
-                    "its loss is random, so it would depend on how ranks share the batch; use"
-                    " nn.Dropout, which is turned off, or no dropout"
+                    "its loss is random, with numbers that torch.manual_seed does not set; draw"
+                    " them in batch(), from a generator seeded with the sample's number"
                 )
-            model.eval()
-            both = self._loss(model, [0, 1])
-            alone = sum(self._loss(model, [sample]) for sample in (0, 1))
-        weighted = self.weight([0, 1]) is not None
-        if losses_differ(both, alone if weighted else alone / 2):
-            kind = "sum, as it has weight()" if weighted else "mean"
-            self.reject(f"loss() must be the {kind} of the samples' losses, for any batch")
+            if losses_differ(first, other_seed, REPEATED_WITHIN):
+                self.reject(
+                    "its loss is random, so it would depend on how ranks share the batch; draw the"
+                    " numbers in batch(), from a generator seeded with the sample's number, and"
+                    " give them to the model as an input (nn.Dropout needs no change: it is off)"
+                )
+            if losses_differ(first, second_call, REPEATED_WITHIN):
+                self.reject(
+                    "its model keeps a state in forward that changes the next loss, such as a"
+                    " counter, and ranks call forward differently often; compute it in batch() from"
+                    " the samples' numbers, and give it to the model as an input"
+                )
+
+    @functools.cached_property
+    def depends_on_batch(self) -> bool:
+        """Whether a sample's loss depends on the other samples of its batch, apart from BatchNorm's
+        statistics. Unknown for models that are too large to try, which count as independent."""
+        both, added = self._together_and_added
+        return losses_differ(both, added if self.weight([0, 1]) is not None else added / 2)
+
+    @functools.cached_property
+    def _too_large_to_try(self) -> bool:
+        return sum(p.numel() for p in self.on_meta().parameters()) > MOST_TRIED
+
+    @functools.cached_property
+    def _together_and_added(self) -> tuple[float, float]:
+        """Loss of two samples, and the sum of their losses; zeros for a large model."""
+        import torch
+        from torch.nn.modules.batchnorm import _BatchNorm
+
+        if self._too_large_to_try:
+            return 0.0, 0.0
+        model = self.build(0)
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+        with torch.no_grad():
+            both, *alone = (float(self._loss(model, rows)) for rows in ([0, 1], [0], [1]))
+        return both, sum(alone)
+
+    def drop_zero_gradient(self, name: str, tensor: Tensor) -> Tensor:
+        """Drops elements whose gradient is only rounding, which an optimizer turns into a step of
+        any direction. An example are biases of attention keys: softmax ignores an equal shift of
+        all scores."""
+        import torch
+
+        dropped = self._zero_gradients.get(name)
+        if not dropped:
+            return tensor
+        trained = torch.ones(len(tensor), dtype=torch.bool, device=tensor.device)
+        trained[dropped] = False
+        return tensor[trained]
+
+    @functools.cached_property
+    def _zero_gradients(self) -> dict[str, list[int]]:
+        """Elements with a zero gradient, by name of a parameter with one dimension."""
+        from harness.workloads.counts import cache_file, keep
+
+        file = cache_file("zero_gradients", self, "1")
+        if not file.exists():
+            keep(file, json.dumps(self._find_zero_gradients()))
+        found: dict[str, list[int]] = json.loads(file.read_text())
+        return found
+
+    def _find_zero_gradients(self) -> dict[str, list[int]]:
+        """Compares gradients in fp32 and fp64: rounding shrinks, and small gradients stay."""
+        import torch
+
+        try:
+            if self._too_large_to_try:
+                return {}
+            single, double = (self._gradients(dtype) for dtype in (torch.float32, torch.float64))
+        except Exception:  # whatever a model raises that cannot compute in fp64
+            return {}
+        most = max((float(g.abs().max()) for g in double.values() if g.numel()), default=0.0)
+        zero = {name: (g.abs() < ZERO_GRADIENT * most) for name, g in double.items() if g.ndim == 1}
+        return {
+            name: where.nonzero().flatten().tolist()
+            for name, where in zero.items()
+            if (where & (single[name] != 0)).any()
+        }
+
+    def _gradients(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        model = self.build(0).to(dtype)
+        inputs, labels = of_each_tensor(
+            lambda t: t.to(dtype) if t.is_floating_point() else t, self.rows([0, 1])
+        )
+        self.loss(self.output(model, inputs), labels).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {name: g.to_dense() if g.is_sparse else g for name, g in gradients.items()}
 
     def _loss(self, model: nn.Module, samples: Sequence[int]) -> Tensor:
         inputs, labels = self._try("batch()", lambda: self.rows(samples))
-        output = self._try("the model", lambda: model(inputs))
-        loss: Tensor = self._try("loss()", lambda: self.loss(output, labels))
+        output = self._try("the model", lambda: self.output(model, inputs))
+        logits = self.logits_of(output)
+        loss: Tensor = self._try(self._loss_name, lambda: self.loss(logits, labels))
         return loss
 
     def _try(self, what: str, call: Callable[[], Result]) -> Result:
@@ -169,20 +393,43 @@ class UserWorkload(Workload):
             self.reject(f"{what} failed: {first_line(error)}")
 
 
+def _own_loss(output: object) -> Tensor:
+    """Returns the loss that a model computed: its output, or the output's `loss` or first entry."""
+    if isinstance(output, Mapping):
+        return cast("Tensor", output.get("loss"))
+    if isinstance(output, tuple | list) and not hasattr(output, "loss"):
+        return cast("Tensor", output[0])
+    return cast("Tensor", getattr(output, "loss", output))
+
+
+def _tensors(nested: object) -> list[Tensor]:
+    import torch
+    from torch.utils import _pytree as pytree
+
+    return [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, torch.Tensor)]
+
+
+def _kind(value: object) -> str:
+    kind = type(value).__name__
+    return f"{kind} of {len(value)}" if isinstance(value, tuple | list | Mapping) else kind
+
+
 def from_class(found: UserClass) -> UserWorkload:
     """Returns the workload of a user's class; raises UsageError if it lacks a method."""
-    lacks = [name for name in ("build", "batch", "loss") if not hasattr(found.loaded, name)]
-    if lacks:
-        raise UsageError(
-            f"workload {found.name!r}: {found.loaded.__name__} has no {', '.join(lacks)}; it needs"
-            " build(), batch(samples) and loss(output, labels)"
-        )
     try:
         user = found.loaded()
     except Exception as error:  # whatever a user's code raises
         raise UsageError(
             f"workload {found.name!r} cannot be instantiated without arguments: {first_line(error)}"
         ) from None
+    lacks = [] if hasattr(user, "build") else ["build()"]
+    lacks += [] if hasattr(user, "batch") or hasattr(user, "dataset") else ["batch() or dataset"]
+    if lacks:
+        raise UsageError(
+            f"workload {found.name!r}: {found.loaded.__name__} has no {', no '.join(lacks)}; it"
+            " needs build(), batch(samples) or a dataset, and loss(output, labels) unless its model"
+            " returns the loss"
+        )
     workload = UserWorkload(
         name=found.name,
         kind="custom",
@@ -194,21 +441,31 @@ def from_class(found: UserClass) -> UserWorkload:
     return _with_structure(workload)
 
 
-def _with_structure(workload: UserWorkload) -> UserWorkload:
+_NOT_SHARDED = {
+    "is complex": (
+        "shards tensors of real numbers; store its real and imaginary parts in a last dimension,"
+        " and use torch.view_as_complex in forward"
+    ),
+    "has no dimension": "shards the first dimension; give it the shape (1,)",
+    "has another dtype than most": (
+        "shards parameters of one dtype; build the model in fp32, and let the cell's precision"
+        " choose the arithmetic"
+    ),
+}
+_KINDS = {inspect.Parameter.POSITIONAL_OR_KEYWORD: "", inspect.Parameter.VAR_KEYWORD: "**"}
 
-    try:
-        model = workload.on_meta()
-    except UsageError:
-        raise
-    except Exception:  # some models can only be built with real tensors
-        model = workload._try("build()", lambda: workload.build(0))
+
+def _with_structure(workload: UserWorkload) -> UserWorkload:
+    model = workload.on_meta()
     split: Split | None = getattr(workload.user, "split", None)
     blocks = getattr(workload.user, "blocks", None) or block_lists(model)
     paths = (blocks,) if isinstance(blocks, str) else tuple(blocks)
     names = {name for name, _ in model.named_modules()}
     if missing := [path for path in paths if path not in names]:
         workload.reject(f"its `blocks` names {missing[0]!r}, which its model does not have")
-    return dataclasses.replace(
+    forward = inspect.signature(model.forward).parameters
+    kinds = [_KINDS.get(p.kind, "=") if p.default is p.empty else "=" for p in forward.values()]
+    found = dataclasses.replace(
         workload,
         block_paths=paths,
         blocks=sum(len(list(model.get_submodule(path).children())) for path in paths),
@@ -216,27 +473,7 @@ def _with_structure(workload: UserWorkload) -> UserWorkload:
         no_split="does not say how it can be split; give its class a `split`, or use ddp",
         tied=bool(tied_parameters(model)),
         batch_norm=has_batch_norm(model),
-        without_zero_gradient=_without_key_biases(model),
+        takes=None if "**" in kinds else frozenset(forward),
+        positional=kinds.count(""),
     )
-
-
-def _without_key_biases(model: nn.Module) -> Callable[[str, Tensor], Tensor]:
-    """Returns a function that drops attention key biases, the middle third of
-    nn.MultiheadAttention's bias."""
-    import torch
-    from torch import nn
-
-    absent = frozenset(key_biases(model))
-    packed = {
-        f"{name}.in_proj_bias".removeprefix(".")
-        for name, module in model.named_modules()
-        if isinstance(module, nn.MultiheadAttention)
-    }
-
-    def without(name: str, tensor: Tensor) -> Tensor:
-        if name in packed:
-            query, _, value = tensor.chunk(3)
-            return torch.cat([query, value])
-        return tensor[:0] if name in absent else tensor
-
-    return without
+    return dataclasses.replace(found, without_zero_gradient=found.drop_zero_gradient)

@@ -240,10 +240,30 @@ class Workload:
         """Returns logits; `model` may be wrapped and return a plain tensor."""
         return self.logits_of(self.output(model, inputs))
 
+    @property
+    def counted_samples(self) -> int:
+        """Number of samples whose operations are counted."""
+        return 1
+
+    @property
+    def fewest_samples(self) -> int:
+        """Number of samples that a part of the batch needs, at least."""
+        return 1
+
+    @property
+    def depends_on_batch(self) -> bool:
+        """Whether a sample's loss depends on the other samples of its batch."""
+        return False
+
     def counted(self, model: nn.Module, sequence_length: int) -> Tensor:
-        """Returns one sample's loss, for counting its operations."""
-        inputs = self.sample_inputs(1, sequence_length)
-        return self.loss(self.logits(model, inputs), self.sample_labels(inputs))
+        """Returns the loss of `counted_samples`."""
+        inputs, labels = self.sample(self.counted_samples, sequence_length)
+        return self.loss(self.logits(model, inputs), labels)
+
+    def sample(self, samples: int, sequence_length: int) -> tuple[Tensor, Tensor]:
+        """Returns inputs and labels for counting."""
+        inputs = self.sample_inputs(samples, sequence_length)
+        return inputs, self.sample_labels(inputs)
 
     def require_trainable(self, sequence_length: int) -> None:
         """Raises UsageError if a user's own model cannot be trained; costs a few steps."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import webbrowser
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import typer
 
 from harness.run.maxsize import Search
 from tests.command_lines import (
@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_command_line_runs(
     line: CommandLine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(webbrowser, "open", lambda address: True)
+    monkeypatch.setattr(typer, "launch", lambda address: 0)
     monkeypatch.setattr(Search, "run", lambda search, *_: False)
     monkeypatch.setenv("PARALLELISM_BENCH_KEY", "00" * 32)
     if line.words == ("maxsize", "--resume"):

@@ -32,7 +32,7 @@ from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from harness.cell.training import Batch
+from harness.cell.training import Batch, of_each_tensor
 from harness.seam.base import Strategy
 from harness.seam.job import Job
 
@@ -388,8 +388,10 @@ def globals_put_back(packages: Sequence[str]) -> Iterator[None]:
 
 def fake_batch(job: Job, step: int) -> Batch:
     samples, length = job.cell.global_batch // job.layout.shares, job.cell.sequence_length
-    inputs = job.workload.sample_inputs(samples, length).to(job.device)
-    return Batch(step, inputs, job.workload.sample_labels(inputs))
+    inputs, labels = of_each_tensor(
+        lambda tensor: tensor.to(job.device), job.workload.sample(samples, length)
+    )
+    return Batch(step, inputs, labels)
 
 
 @contextlib.contextmanager
