@@ -44,6 +44,8 @@ class UserModel(Protocol):
     - `split`: a `Split` for pipeline and tensor parallelism, with `hidden_size`
     """
 
+    dataset: Sequence[object]
+
     def build(self) -> nn.Module:
         """Returns the model. Torch is seeded, and new tensors are on the right device."""
 
@@ -148,19 +150,15 @@ class UserWorkload(Workload):
         another form."""
         import torch
 
-        made = self._batch(samples)
-        if isinstance(made, Mapping):
-            made = dict(made)
-            inputs, labels = made, made
-        elif not hasattr(self.user, "loss"):
-            inputs, labels = made, made
-        elif isinstance(made, tuple | list) and len(made) == 2:
-            inputs, labels = made
-        else:
-            self.reject(
-                "batch() must return inputs and labels, or one dict with both, not"
-                f" {_kind(made)}; tensors of several inputs go into a tuple or a dict"
-            )
+        batch = self._batch(samples)
+        inputs = labels = dict(batch) if isinstance(batch, Mapping) else batch
+        if hasattr(self.user, "loss") and not isinstance(inputs, dict):
+            if not (isinstance(batch, tuple | list) and len(batch) == 2):
+                self.reject(
+                    "batch() must return inputs and labels, or one dict with both, not"
+                    f" {_kind(batch)}; tensors of several inputs go into a tuple or a dict"
+                )
+            inputs, labels = batch
         for name, part in (("inputs", inputs), ("labels", labels)):
             if not _tensors(part):
                 self.reject(f"batch() returned {name} without a tensor: {_kind(part)}")
@@ -373,7 +371,7 @@ class UserWorkload(Workload):
         inputs, labels = of_each_tensor(
             lambda t: t.to(dtype) if t.is_floating_point() else t, self.rows([0, 1])
         )
-        self.loss(self.output(model, inputs), labels).backward()
+        self.loss(self.logits(model, inputs), labels).backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         return {name: g.to_dense() if g.is_sparse else g for name, g in gradients.items()}
 
@@ -452,7 +450,10 @@ _NOT_SHARDED = {
         " choose the arithmetic"
     ),
 }
-_KINDS = {inspect.Parameter.POSITIONAL_OR_KEYWORD: "", inspect.Parameter.VAR_KEYWORD: "**"}
+_KINDS: dict[object, str] = {
+    inspect.Parameter.POSITIONAL_OR_KEYWORD: "",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
 
 
 def _with_structure(workload: UserWorkload) -> UserWorkload:
