@@ -58,7 +58,10 @@ IDENTITY, FIGURES = _names(_IDENTITY), _names(_FIGURES)
 AXES, PUBLISHED = _starred(_IDENTITY), _starred(_FIGURES)
 TRIAL_FIGURES = ("samples_per_second", "step_seconds_p50", "peak_memory_bytes")
 """Figures of each trial that other tools get, too."""
-LISTS = ("peak_memory_bytes_by_rank", "losses", "reference_losses", "samples_per_second_by_trial")
+LISTS = (
+    *("differences", "peak_memory_bytes_by_rank", "losses", "reference_losses"),
+    "samples_per_second_by_trial",
+)
 _FORMULA_STARTS = tuple("=+-@\t\r")
 
 

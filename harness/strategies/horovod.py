@@ -95,7 +95,8 @@ class Horovod(Strategy):
         return widest(*reasons)
 
     def ddp_equivalent_of(self, cell: Cell) -> str | None:
-        return "Horovod" if self.model_fields_set <= {"controller", "transport"} else None
+        plain = {"controller", "transport", "mpi_yield_when_idle"}
+        return "Horovod" if self.model_fields_set <= plain else None
 
     @property
     def own_launcher(self) -> OwnLauncher | None:

@@ -12,6 +12,7 @@ from harness.record.store import load
 from harness.record.trial import TrialRecord
 from harness.seam.differences import EVERY_STRATEGY, declared, differences_of
 from harness.seam.registry import make_strategy, strategies, with_defaults
+from harness.strategies._horovod import documented
 from harness.strategies.deepspeed import Deepspeed
 from harness.workloads import make_workload
 from harness.workloads.counts import model_facts
@@ -51,6 +52,14 @@ def test_every_key_of_deepspeeds_config_is_declared() -> None:
     keys = (config.keys() | zero.keys()) - NEVER_SLOWER - OF_THE_CELL - NECESSARY
     names = " ".join(difference.name for difference in declared(HOME)["deepspeed"])
     assert {key for key in keys if key not in names} == set()
+
+
+def test_horovod_over_mpi_starts_as_documented() -> None:
+    plain = documented(2, tuned=False)
+    assert " ".join(plain) == (
+        "-np 2 --host localhost:2 --bind-to none --map-by slot --mca pml ob1 --mca btl ^openib"
+    )
+    assert documented(2, tuned=True) == [*plain, "--mca", "mpi_yield_when_idle", "1"]
 
 
 def test_a_setting_is_recorded_only_if_it_applies() -> None:
