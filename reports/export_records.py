@@ -50,7 +50,7 @@ _FIGURES = (
     " offload_kept_bytes checkpoint_bytes checkpoint_files checkpoint_save_seconds"
     " checkpoint_blocked_seconds checkpoint_load_seconds checkpoint_restores_random"
     " checkpoint_restores_bits parameters trained_parameters parity_verdict parity_reason"
-    " parity_steps"
+    " parity_steps verified_steps"
     " parity_max_loss_deviation* parity_loss_tolerance parity_max_update_deviation*"
     " parity_update_tolerance fp32_loss_deviation"
 )
