@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from harness.parity.reference import Deviations, Reference, digest, of_replica
+from harness.parity.reference import Deviations, Reference, digest, in_fp32, of_replica
 from harness.parity.verdict import KINDS, Limits, ParityVerdict
 from harness.seam.checkpoints import MOMENTS, full_moments, full_parameters, trained_buffers
 from harness.seam.job import TrainState
@@ -118,11 +118,11 @@ class _Comparison:
         if key not in self.names:
             return None
         tensor: Tensor = self.final.get_tensor(key).to(like.device)
-        return tensor.float() if tensor.shape == like.shape else None
+        return in_fp32(tensor) if tensor.shape == like.shape else None
 
     def gap(self, name: str, tensor: Tensor, expected: Tensor) -> Tensor:
         without = self.workload.without_zero_gradient
-        return without(name, tensor.float()) - without(name, expected)
+        return without(name, in_fp32(tensor)) - without(name, expected)
 
     def parameter(self, name: str, tensor: Tensor) -> tuple[float, float, float, float]:
         """Returns a parameter's deviations: update, element, decay and direction."""
@@ -172,7 +172,7 @@ class _Comparison:
                 found[name] = (
                     math.inf
                     if expected is None
-                    else _ratio(float((buffer.detach().float() - expected).norm()), moved)
+                    else _ratio(float((in_fp32(buffer.detach()) - expected).norm()), moved)
                 )
         return found
 

@@ -156,15 +156,15 @@ class Reference:
         )
         norms, shares = dict.fromkeys(frozen, 0.0), dict.fromkeys(frozen, 0.0)
         for name, tensor in final.items():
-            weights = workload.without_zero_gradient(name, tensor.float())
+            weights = workload.without_zero_gradient(name, in_fp32(tensor))
             moved = weights - workload.without_zero_gradient(
-                name, before[name].detach().float().cpu()
+                name, in_fp32(before[name].detach()).cpu()
             )
             norms[name], squared = float(moved.norm()), float(weights.norm()) ** 2
             along = float(moved.flatten().dot(weights.flatten()))
             shares[name] = along / squared if squared else 0.0
         roundings = {
-            name: len(losses) * UNIT * float(tensor.float().norm()) / norms[name]
+            name: len(losses) * UNIT * float(in_fp32(tensor).norm()) / norms[name]
             for name, tensor in final.items()
             if norms[name]
         }
@@ -286,6 +286,14 @@ def _noise_of(loss: float, deviations: Mapping[str, Mapping[str, float]], norm: 
 def of_replica(number: int, key: str) -> str:
     """Returns the key of a replica's tensor in the files of a reference that emulates several."""
     return f"replica {number}/{key}" if number else key
+
+
+def in_fp32(tensor: Tensor) -> Tensor:
+    """Converts a tensor to fp32, a complex one with real and imaginary parts in a new last
+    dimension."""
+    import torch
+
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).float()
 
 
 def digest(tensor: Tensor) -> str:

@@ -11,6 +11,7 @@ import torch
 from bench.expand import expand
 from bench.matrix import Host, Matrix
 from harness.cell.errors import UsageError
+from harness.parity.reference import in_fp32
 from harness.worker.batches import Batches
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
@@ -229,3 +230,8 @@ def test_batch_norm_before_a_layer_and_lazy_sizes_are_counted_in_training_mode(
     assert not len(dropped), "BatchNorm subtracts the mean, and this bias with it"
     assert len(workload.without_zero_gradient("3.bias", torch.ones(3))) == 3
     assert "BatchNorm" in reasons(workload, strategy="ddp", micro_batches=4, global_batch=8)[0]
+
+
+def test_imaginary_parts_are_compared() -> None:
+    assert in_fp32(torch.tensor([1 + 2j])).tolist() == [[1.0, 2.0]]
+    assert in_fp32(torch.tensor([1.5]).bfloat16()).tolist() == [1.5]
