@@ -11,8 +11,8 @@ from harness.analysis.cell_result import WORST_VERDICT_FIRST, CellResult
 from harness.cell.cell import TECHNIQUES, Cell, over, without_folder
 from harness.cell.errors import plural
 from harness.cell.training import (
-    CAPPED_ABOVE,
     HALF_PRECISIONS,
+    WIDEST_BY_NOISE,
     emulated,
     half_precision,
     rounding_alone,
@@ -175,7 +175,8 @@ def _judged(cell: CellResult, twins: Iterable[CellResult]) -> CellResult:
     same = parity.verdict == "exact"
     if half:
         twin = _verdict_of_nearest(cell, twins)
-        narrow = (parity.update_tolerance or 0.0) <= CAPPED_ABOVE
+        # Noise widens declared limits of at most CAPPED_ABOVE up to this.
+        narrow = (parity.update_tolerance or 0.0) <= WIDEST_BY_NOISE[half][1]
         rounded = parity.verdict == "within tolerance" and rounding_alone(half, parity.reason or "")
         same |= rounded and (narrow or twin == "exact")
         same &= twin in ("", "exact")
