@@ -97,7 +97,7 @@ def test_every_config_of_transformers_is_sound_or_refused(tmp_path: Path) -> Non
     sound = 0
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
-            require_sound(shape_of(kind, tmp_path))
+            require_sound(shape_of(kind, tmp_path / kind))
             sound += 1
         except (UsageError, pytest.skip.Exception):
             continue
