@@ -69,7 +69,7 @@ def test_the_examples_work_and_touch_as_many_files_as_they_say(tmp_path: Path) -
             if block.path:
                 block.apply(copy)
         touched = {block.path for block in blocks if block.path}
-        assert len(touched - {"README.md"}) == stated_files()[heading.lower()]
+        assert len(touched - {"docs/README.md"}) == stated_files()[heading.lower()]
         python |= {path for path in touched if path.endswith(".py")}
     tests: dict[str, str] = {}
     for heading, blocks in examples.items():
