@@ -184,7 +184,7 @@ def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
         lines.append(f"one GPU alone is faster: about {alone:,.0f} tokens/s")
     lines.append(
         f"longest sequence that fits: {result.longest_sequence or 'none'}; largest micro-batch:"
-        f" {result.largest_batch or 'none'}"
+        f" {result.largest_batch or 'none'} (unless set: chunked loss, sharding)"
     )
     lines += [
         f"to make it fit: --{option.name} {shlex.quote(option.value)} (margin"

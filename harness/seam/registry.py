@@ -227,6 +227,26 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
         raise Refused(
             f"{cell.strategy} runs in {', '.join(capabilities.precisions)}, not in {cell.precision}"
         )
+    _admit_parts(cell, workload, layout)
+    if layout.pipeline > 1 or layout.tensor > 1:
+        workload.check_split(layout)
+    stages = layout.pipeline > 1 or strategy.capabilities.stages
+    _admit_recipe(cell, workload, layout, stages)
+    if layout.sequence > 1:
+        workload.check_sequence(layout, cell.sequence_length)
+    workload.check(cell, strategy.shards_parameters)
+    if cell.recompute != "none":
+        workload.check_recompute(cell.recompute)
+    if cell.compile != "none":
+        _admit_compiled(cell, strategy, workload, here)
+    if cell.checkpoint != "none" or cell.checkpoint_from:
+        _admit_checkpoint(cell, strategy, workload, here)
+    strategy.check(cell, workload)
+    return strategy, layout
+
+
+def _admit_parts(cell: Cell, workload: Workload, layout: Layout) -> None:
+    """Raises Refused if the global batch cannot be cut into this many parts."""
     pieces = layout.data * cell.micro_batches
     if cell.global_batch % pieces:
         raise Refused(
@@ -245,21 +265,6 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
             f" {pieces} parts would change: with a loss over the whole batch, use one device; if"
             " samples only have unequal weights, return the sum and add weight(labels)"
         )
-    if layout.pipeline > 1 or layout.tensor > 1:
-        workload.check_split(layout)
-    stages = layout.pipeline > 1 or strategy.capabilities.stages
-    _admit_recipe(cell, workload, layout, stages)
-    if layout.sequence > 1:
-        workload.check_sequence(layout, cell.sequence_length)
-    workload.check(cell, strategy.shards_parameters)
-    if cell.recompute != "none":
-        workload.check_recompute(cell.recompute)
-    if cell.compile != "none":
-        _admit_compiled(cell, strategy, workload, here)
-    if cell.checkpoint != "none" or cell.checkpoint_from:
-        _admit_checkpoint(cell, strategy, workload, here)
-    strategy.check(cell, workload)
-    return strategy, layout
 
 
 def _admit_recipe(cell: Cell, workload: Workload, layout: Layout, stages: bool) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -97,12 +97,7 @@ def on_threads(job: Job, first: nn.Module) -> Callable[..., Any]:
             outputs = list(pool.map(forward, replicas, parts_of(given, count), parts_keys))
             structure[:] = [outputs[0][1]]
             ctx.outputs = [leaves for leaves, _ in outputs]
-            return tuple(
-                torch.cat([part.detach() for part in same])
-                if isinstance(same[0], torch.Tensor)
-                else same[0]
-                for same in zip(*ctx.outputs, strict=True)
-            )
+            return tuple(joined(same) for same in zip(*ctx.outputs, strict=True))
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -128,6 +123,14 @@ def on_threads(job: Job, first: nn.Module) -> Callable[..., Any]:
     return lambda *inputs, **named: pytree.tree_unflatten(
         apply((inputs, named), anchor), structure[0]
     )
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Joins parts of a tensor by its first dimension; returns the first of other values."""
+    import torch
+
+    is_tensor = isinstance(parts[0], torch.Tensor)
+    return torch.cat([part.detach() for part in parts]) if is_tensor else parts[0]
 
 
 def parts_of(nested: Any, count: int) -> list[Any]:

@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from unittest import mock
 
@@ -19,14 +17,12 @@ from harness.host.environment import (
     LEAVE_CUDA_ALONE,
     cuda_is_initialized,
     device_type,
-    version_of,
 )
-from harness.host.folders import cache_folder, write_atomically
 from harness.host.process import Ended, call_apart
 from harness.host.user_code import one_line
 from harness.workloads.catalog import make_workload
 from harness.workloads.recompute import experts_backward, grouped_products
-from harness.workloads.workload import Workload
+from harness.workloads.workload import Workload, cache_file, keep
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -85,20 +81,6 @@ def model_facts(workload: Workload, sequence_length: int | None = None) -> Model
         facts = _count(workload, sequence_length)
     keep(file, json.dumps(asdict(facts)))
     return facts
-
-
-def cache_file(folder: str, workload: Workload, counted: str) -> Path:
-    versions = " ".join(
-        str(version_of(package)) for package in ("torch", "transformers", *workload.requires)
-    )
-    identity = f"{workload.name} {workload.config} {counted} {versions}"
-    name = hashlib.blake2s(identity.encode(), digest_size=8).hexdigest()
-    return cache_folder() / folder / f"{name}.json"
-
-
-def keep(file: Path, text: str) -> None:
-    file.parent.mkdir(exist_ok=True)
-    write_atomically(file, text)
 
 
 def initialises_cuda(workload: Workload) -> bool:

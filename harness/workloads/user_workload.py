@@ -19,6 +19,8 @@ from harness.workloads.workload import (
     REPEATED_WITHIN,
     HasLogits,
     Workload,
+    cache_file,
+    keep,
     losses_differ,
 )
 
@@ -340,8 +342,6 @@ class UserWorkload(Workload):
     @functools.cached_property
     def _zero_gradients(self) -> dict[str, list[int]]:
         """Elements with a zero gradient, by name of a parameter with one dimension."""
-        from harness.workloads.counts import cache_file, keep
-
         file = cache_file("zero_gradients", self, "1")
         if not file.exists():
             keep(file, json.dumps(self._find_zero_gradients()))

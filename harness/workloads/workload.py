@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from harness.cell.errors import Refused, UsageError
 from harness.cell.training import Tolerance
+from harness.host.environment import version_of
+from harness.host.folders import cache_folder, write_atomically
 from harness.host.packages import hide
 from harness.host.user_code import one_line
 from harness.workloads.family import HAS_DECODER, Family, Kind, ModelConfig, Split
@@ -474,6 +477,20 @@ def without_noise(config: PretrainedConfig) -> None:
             without_noise(value)
         elif isinstance(value, float) and ("drop" in name or "jitter" in name):
             setattr(config, name, 0.0)
+
+
+def cache_file(folder: str, workload: Workload, counted: str) -> Path:
+    versions = " ".join(
+        str(version_of(package)) for package in ("torch", "transformers", *workload.requires)
+    )
+    identity = f"{workload.name} {workload.config} {counted} {versions}"
+    name = hashlib.blake2s(identity.encode(), digest_size=8).hexdigest()
+    return cache_folder() / folder / f"{name}.json"
+
+
+def keep(file: Path, text: str) -> None:
+    file.parent.mkdir(exist_ok=True)
+    write_atomically(file, text)
 
 
 MEAN_WITHIN = 1e-3

@@ -143,7 +143,7 @@ def test_the_time_budget_of_planned_rounds_drops_no_further_trial(
     plan = Plan("run-1", "test", (CELL, OTHER), 3, time_budget_seconds=45.0, until_answered=True)
     rounds = iter([[(CELL.id,)], []])
 
-    monkeypatch.setattr("harness.run.runner.worth_launching", lambda *_: next(rounds))
-    monkeypatch.setattr(TimeBudget, "shortest_that_fit", lambda _, seconds: set(seconds))
+    monkeypatch.setattr("harness.run.runner.worth_launching", lambda *_: next(rounds, []))
+    monkeypatch.setattr(TimeBudget, "shortest_that_fit", lambda _, seconds, *__: set(seconds))
     launched = with_trials(runner_of(tmp_path, plan, []), monkeypatch)
     assert launched[4:] == [("ddp", 2)]

@@ -26,8 +26,8 @@ from harness.seam.base import Strategy
 from harness.seam.job import Job, Recompute
 from harness.seam.registry import validate
 from harness.workloads import Workload, make_workload
-from harness.workloads.counts import cache_file, keep
 from harness.workloads.recompute import recompute_blocks
+from harness.workloads.workload import cache_file, keep
 
 if TYPE_CHECKING:
     from torch import nn
