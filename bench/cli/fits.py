@@ -80,7 +80,7 @@ ConfigFile: TypeAlias = Annotated[
 ]
 FieldSettings: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Any other field (docs/fits.md)."),
+    typer.Option("--set", metavar="FIELD=VALUE", help="Another field (docs/fits.md)."),
 ]
 
 

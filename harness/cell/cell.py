@@ -23,7 +23,8 @@ RECIPE = ("clip_norm", "schedule", "decay", "labels", "dropout", "balance_weight
 """Fields of the training recipe."""
 FILLED_IN = ("defaults", "strategy_digest", "workload_digest")
 """Fields that the suite fills in."""
-SET_BEFORE_IT_WAS_AN_OPTION: Mapping[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
+Setting: TypeAlias = tuple[str, Any]
+SET_BEFORE_IT_WAS_AN_OPTION: Mapping[str, tuple[Setting, Setting]] = {
     "horovod": (("controller", "mpi"), ("mpi_yield_when_idle", True)),
 }
 """Options by strategy that the suite once set, unnamed, whenever another option had this value."""

@@ -121,7 +121,7 @@ class FitQuestion:
         if self.precision == "pure-bf16-fused" and self.fixed.get("accumulation", 1) != 1:
             raise UsageError(
                 f"precision {self.precision} updates in backward, so it cannot accumulate"
-                " gradients; use --accumulation 1"
+                " gradients; use accumulation 1"
             )
         if "dora" in self.method and Adapter().adapts_experts(self.shape):
             raise UsageError(

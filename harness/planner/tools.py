@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeAlias, get_args, get_type_hints
 
 import yaml
 
@@ -18,7 +18,9 @@ from harness.planner.fits import Method
 
 DERIVED = ("adapter", "gpus")
 """Fields of a recipe that follow from others."""
-FIELDS: dict[str, Any] = {
+Row: TypeAlias = dict[str, Any]
+"""Fields of a tool."""
+FIELDS: Row = {
     "model": str,
     "method": Method,
     "rank": int,
@@ -29,9 +31,9 @@ FIELDS: dict[str, Any] = {
 
 
 @functools.cache
-def _table() -> dict[str, dict[str, Any]]:
+def _table() -> dict[str, Row]:
     text = Path(__file__).with_name("tools.yaml").read_text(encoding="utf-8")
-    table: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    table: dict[str, Row] = yaml.safe_load(text)
     return table
 
 

@@ -23,7 +23,7 @@ class Difference:
     value: str
     documented: str
     why: str
-    when: Mapping[str, Any] = field(default_factory=dict)
+    when: Mapping[str, object] = field(default_factory=dict)
     """Values of options or cell fields, one or several each, at which the difference applies."""
 
 

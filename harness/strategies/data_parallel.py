@@ -3,7 +3,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from harness.cell.training import Layout, TrainStep, of_each_tensor
 from harness.seam import Capabilities, Cell, Job, Strategy
@@ -11,6 +11,10 @@ from harness.seam.job import standard_step
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+Tree: TypeAlias = Any
+"""Tensors in lists, tuples and dicts."""
 
 
 class DataParallel(Strategy):
@@ -63,7 +67,7 @@ def in_autocast(job: Job, inner: nn.Module) -> nn.Module:
     return InAutocast()
 
 
-def on_threads(job: Job, first: nn.Module) -> Callable[..., Any]:
+def on_threads(job: Job, first: nn.Module) -> Callable[..., Tree]:
     """Returns a function from inputs to outputs, with one replica and CPU thread per part."""
     import torch
     from torch.utils import _pytree as pytree
@@ -71,14 +75,14 @@ def on_threads(job: Job, first: nn.Module) -> Callable[..., Any]:
     from harness.workloads.dropout import masks_of
 
     replicas = [first, *(copy.deepcopy(first) for _ in range(job.cell.devices - 1))]
-    parameters: list[list[Any]] = [list(replica.parameters()) for replica in replicas]
+    parameters: list[list[Tree]] = [list(replica.parameters()) for replica in replicas]
     everything = [[*replica.parameters(), *replica.buffers()] for replica in replicas]
     # Each calling thread has its own OpenMP threads and thread count.
     pool = ThreadPoolExecutor(
         len(replicas), initializer=torch.set_num_threads, initargs=(job.threads,)
     )
 
-    def forward(replica: nn.Module, part: Any, keys: Tensor | None) -> tuple[list[Any], Any]:
+    def forward(replica: nn.Module, part: Tree, keys: Tensor | None) -> tuple[list[Tree], Tree]:
         if keys is not None:
             masks_of(replica).keys = keys
         inputs, named = part
@@ -87,7 +91,7 @@ def on_threads(job: Job, first: nn.Module) -> Callable[..., Any]:
 
     class Apply(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, given: Any, anchor: Tensor) -> tuple[Any, ...]:
+        def forward(ctx: Tree, given: Tree, anchor: Tensor) -> tuple[Tree, ...]:
             for tensors in everything[1:]:
                 torch._foreach_copy_(
                     [t.detach() for t in tensors], [t.detach() for t in everything[0]]
@@ -100,7 +104,7 @@ def on_threads(job: Job, first: nn.Module) -> Callable[..., Any]:
             return tuple(joined(same) for same in zip(*ctx.outputs, strict=True))
 
         @staticmethod
-        def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        def backward(ctx: Tree, *gradients: Tensor | None) -> Tree:
             trained = [
                 number
                 for number, leaf in enumerate(ctx.outputs[0])
@@ -118,14 +122,14 @@ def on_threads(job: Job, first: nn.Module) -> Callable[..., Any]:
 
     # Gives the outputs a gradient function; the inputs have none.
     anchor = torch.zeros((), requires_grad=True)
-    apply: Any = Apply.apply
-    structure: list[Any] = []
+    apply: Tree = Apply.apply
+    structure: list[Tree] = []
     return lambda *inputs, **named: pytree.tree_unflatten(
         apply((inputs, named), anchor), structure[0]
     )
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def joined(parts: Sequence[Tree]) -> Tree:
     """Joins parts of a tensor by its first dimension; returns the first of other values."""
     import torch
 
@@ -133,10 +137,10 @@ def joined(parts: Sequence[Any]) -> Any:
     return torch.cat([part.detach() for part in parts]) if is_tensor else parts[0]
 
 
-def parts_of(nested: Any, count: int) -> list[Any]:
+def parts_of(nested: Tree, count: int) -> list[Tree]:
     """Cuts each tensor into parts by its first dimension."""
 
-    def part(number: int) -> Any:
+    def part(number: int) -> Tree:
         return of_each_tensor(lambda tensor: tensor.chunk(count)[number], nested)
 
     return [part(number) for number in range(count)]

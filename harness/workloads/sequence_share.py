@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 TOKENS, FEATURES = 1, -1
 """Dimensions of hidden states and logits."""
+
+
+Context: TypeAlias = Any
+"""What torch's autograd gives a function; it has no type."""
 
 
 def share_sequence(model: nn.Module, plan: Mapping[str, object], ranks: int) -> None:
@@ -64,12 +68,12 @@ class Gathered(torch.autograd.Function):
     """Gathers all tokens; backward sums gradients over ranks and scatters them by tokens."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: int) -> Tensor:
+    def forward(ctx: Context, part: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
         return _all_gather(part, ranks, TOKENS)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
         return _reduce_scatter(gradients[0], ctx.ranks), None
 
 
@@ -77,12 +81,12 @@ class Scattered(torch.autograd.Function):
     """Keeps a rank's tokens of the sum over ranks; backward gathers all gradients."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
+    def forward(ctx: Context, whole: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
         return _reduce_scatter(whole, ranks)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
         return _all_gather(gradients[0], ctx.ranks, TOKENS), None
 
 
@@ -90,10 +94,10 @@ class GatheredLogits(torch.autograd.Function):
     """Gathers the logits of the whole vocabulary; backward keeps a rank's part."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: int) -> Tensor:
+    def forward(ctx: Context, part: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
         return _all_gather(part, ranks, FEATURES)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0].chunk(ctx.ranks, FEATURES)[0].contiguous(), None

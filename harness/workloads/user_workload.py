@@ -209,11 +209,13 @@ class UserWorkload(Workload):
         if name := properties["sparse gradient"]:
             raise Refused(
                 f"the gradient of {name} in {self.name} is sparse, and {cell.optimizer} takes dense"
-                " ones; build the module with sparse=False"
+                " ones; use sparse=False in the module"
             )
         for what, instead in _NOT_SHARDED.items():
             if shards_parameters and (name := properties[what]):
-                raise Refused(f"{name} in {self.name} {what}, and {cell.strategy} {instead}")
+                raise Refused(
+                    f"{name} in {self.name} {what}, and {cell.strategy} {instead}, or use ddp"
+                )
         if cell.strategy == "data_parallel" and not hasattr(self.user, "loss"):
             raise Refused(
                 f"{self.name} computes its loss in forward, and DataParallel would return one for"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from harness.cell.cell import Cell
 from harness.measure.hardware_benchmark import _rank
-from harness.strategies._horovod import mpirun
+from harness.strategies._horovod import documented, mpirun
 from harness.worker.spec import TrialSpec
 from harness.worker.worker import _prepare_process
 
@@ -114,7 +114,7 @@ def test_mpirun_stays_on_its_node_in_an_allocation_of_two(
         monkeypatch.setenv(name, value)
     write = "import os, pathlib, socket, sys; rank = os.environ['OMPI_COMM_WORLD_RANK']"
     write += "; pathlib.Path(sys.argv[1], 'host' + rank).write_text(socket.gethostname())"
-    command = [*mpirun(3, tmp_path, over_tcp=False), "-c", write, str(tmp_path)]
+    command = [*mpirun(documented(3, tuned=False), tmp_path), "-c", write, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     hosts = {file.name: file.read_text() for file in tmp_path.glob("host*")}

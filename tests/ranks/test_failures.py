@@ -117,7 +117,7 @@ def test_a_deadlocked_collective_is_found_long_before_the_time_limit(
 
 def test_a_timeout_also_ends_ranks_that_torch_restarts(launcher: Launcher) -> None:
     """Torch's elastic agent restarts ranks that were killed, as in cells of `ddp_elastic`."""
-    hanging = faulty("hangs", time_limit_seconds=4)
+    hanging = faulty("hangs", time_limit_seconds=8)
     data = prepare_data(hanging.data, make_workload(hanging.workload), hanging.sequence_length)
     outcome = launcher.run(hanging, data, 2, max_restarts=3)
     assert outcome.status == "timeout"

@@ -150,7 +150,11 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_polling_in_a_pause_is_not_work(run_cells: RunCells) -> None:
     """MPI polls without rest while it waits for a slower rank."""
     mpi = cell(
-        "horovod", workload="llama-mini", options={"controller": "mpi"}, timed_steps=20, **PATIENT
+        "horovod",
+        workload="llama-mini",
+        options={"controller": "mpi", "mpi_yield_when_idle": True},
+        timed_steps=20,
+        **PATIENT,
     )
     steps = run_cells(mpi, timed_seconds=0.3).steps.query("phase == 'timed'")
     measured = steps["left_over_seconds"].dropna()

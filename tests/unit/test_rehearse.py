@@ -169,11 +169,13 @@ def test_what_cannot_be_rehearsed_is_refused() -> None:
 @quiet
 @pytest.mark.slow
 def test_a_rehearsal_leaves_the_next_one_as_it_is() -> None:
-    """DeepSpeed's sequence parallelism replaces attention for the whole process."""
+    """DeepSpeed replaces attention and linear functions for the whole process."""
+    linear = torch.nn.functional.linear
     alone = rehearse(cell("ddp", 2, seed=8), ranks=[0]).fullest.peak_bytes
     for seed in (8, 9):  # each rehearses anew
         rehearse(cell("ulysses_zero", 2, options={"stage": 3}, seed=seed), ranks=[0])
     assert rehearse(cell("ddp", 2, seed=9), ranks=[0]).fullest.peak_bytes == alone
+    assert torch.nn.functional.linear is linear
 
 
 @quiet

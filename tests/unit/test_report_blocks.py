@@ -51,8 +51,8 @@ def test_links_lead_only_to_what_the_page_has() -> None:
 
 
 def test_values_in_prose_are_not_markup() -> None:
-    words = prose("disturbed", label=ui.data("**<b>**"), what="*x*", trials="`1`", gpus="{what}")
-    assert ui.plain_text(words) == "¶ disturbed **<b>**: *x* of `1`{what}."
+    words = prose("disturbed", labels=ui.data("**<b>**"), what="*x* `1` {labels}")
+    assert ui.plain_text(words) == "¶ disturbed **<b>**: *x* `1` {labels}."
     assert "<b>**" not in page([ui.Paragraph(words)])
     assert r"\*\*&lt;b&gt;\*\*" in markdown_text([ui.Paragraph(words)])
 

@@ -58,10 +58,12 @@ class ConfigFamily:
 
 UNKNOWN = ConfigFamily()
 """Stands for types without a family."""
-_TABLE: dict[str, Any] = yaml.safe_load(
+Row: TypeAlias = dict[str, Any]
+"""Entries of a table in YAML, or of a config."""
+_TABLE: Row = yaml.safe_load(
     Path(__file__).parents[1].joinpath("families.yaml").read_text(encoding="utf-8")
 )
-_ROWS: dict[str, dict[str, Any]] = _TABLE["families"]
+_ROWS: dict[str, Row] = _TABLE["families"]
 TEXT_SIZES: dict[str, tuple[int, ...]] = {
     kind: tuple(row.pop("sizes")) for kind, row in _ROWS.items() if "sizes" in row
 }
@@ -69,7 +71,7 @@ TEXT_SIZES: dict[str, tuple[int, ...]] = {
 them."""
 
 
-def _family(row: dict[str, Any]) -> ConfigFamily:
+def _family(row: Row) -> ConfigFamily:
     usual = _TABLE["gpt"] if row.pop("like", "") == "gpt" else {}
     code = LayerCode(**{**usual.get("code", {}), **row.get("code", {})})
     return ConfigFamily(**{**usual, **row, "code": code})
@@ -394,9 +396,9 @@ def _others(config: Config, kind: str, family: ConfigFamily, shape: ModelShape) 
 
 
 @functools.cache
-def _model_rows() -> list[dict[str, Any]]:
+def _model_rows() -> list[Row]:
     text = Path(__file__).parents[1].joinpath("models.yaml").read_text(encoding="utf-8")
-    rows: list[dict[str, Any]] = yaml.safe_load(text)["models"]
+    rows: list[Row] = yaml.safe_load(text)["models"]
     return rows
 
 
@@ -474,6 +476,6 @@ def _from_sizes(text: str) -> ModelShape:
         "feed_forward": -(-8 * hidden // 3 // 256) * 256,
         "vocabulary": 128256,
     }
-    sizes: dict[str, Any] = defaults | values
+    sizes: Row = defaults | values
     sizes |= {name: bool(values[name]) for name in _FLAGS if name in values}
     return ModelShape(name=text, **sizes)

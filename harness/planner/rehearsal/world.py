@@ -369,14 +369,16 @@ def launcher_variables(job: Job) -> dict[str, str]:
 
 @contextlib.contextmanager
 def globals_put_back(packages: Sequence[str]) -> Iterator[None]:
-    """Restores these packages' global variables, which keep process groups, and transformers'
-    attention functions, which DeepSpeed's sequence parallelism replaces."""
+    """Restores these packages' global variables, which keep process groups, and what DeepSpeed
+    replaces for the whole process: torch's linear function (ZeRO-3) and transformers' attention
+    functions (sequence parallelism)."""
     for package in packages:
         importlib.import_module(package)
     if "deepspeed" in packages:
         importlib.import_module("deepspeed.runtime.sequence_parallel.parallel_state_sp")
     attention: Any = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     modules = [m for name, m in sys.modules.items() if name.partition(".")[0] in packages]
+    modules.append(torch.nn.functional)
     before = [(vars(module), dict(vars(module))) for module in modules]
     try:
         with mock.patch.dict(attention._local_mapping):
