@@ -45,9 +45,9 @@ from scripts.slower import FALSE_ALARM_RATE
 RUNS = int(os.environ.get("RUNS", "500"))
 ROUNDS = int(os.environ.get("ROUNDS", "1"))
 NOISE = float(os.environ.get("NOISE", "0"))
-"""Standard deviation to which the noise is scaled; 0: as recorded."""
+"""Standard deviation to which the noise is scaled. 0 keeps what was recorded."""
 HEAT_NOISE = float(os.environ.get("HEAT_NOISE", "0"))
-"""Standard deviation to which the noise of heats is scaled; 0: as recorded."""
+"""Standard deviation to which the noise of heats is scaled. 0 keeps what was recorded."""
 START_SECONDS = 30.0
 REFERENCE_SECONDS = 90.0
 EQUAL_CELLS = 53

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar, cast
 from harness.cell.errors import Refused, UsageError
 from harness.cell.training import of_each_tensor
 from harness.host.user_code import UserClass, first_line
-from harness.workloads.structure import block_lists, has_batch_norm, tied_parameters
+from harness.workloads.structure import block_lists, has_batch_norm, key_biases, tied_parameters
 from harness.workloads.workload import (
     MOST_TRIED,
     REPEATED_WITHIN,
@@ -330,7 +330,7 @@ class UserWorkload(Workload):
 
     def drop_zero_gradient(self, name: str, tensor: Tensor) -> Tensor:
         """Drops elements whose gradient is only rounding, which an optimizer turns into a step of
-        any direction. An example are biases of attention keys: softmax ignores an equal shift of
+        any direction. Biases of attention keys are an example: softmax ignores an equal shift of
         all scores."""
         import torch
 
@@ -351,15 +351,18 @@ class UserWorkload(Workload):
         return found
 
     def _find_zero_gradients(self) -> dict[str, list[int]]:
-        """Compares gradients in fp32 and fp64: rounding shrinks, and small gradients stay."""
+        """Compares gradients in fp32 and fp64: rounding shrinks, and small gradients stay. Models
+        that are too large, or cannot compute in fp64, have the key biases that names reveal."""
         import torch
 
+        model = self.on_meta()
+        by_name = {name: list(range(len(model.get_parameter(name)))) for name in key_biases(model)}
+        if self._too_large_to_try:
+            return by_name
         try:
-            if self._too_large_to_try:
-                return {}
             single, double = (self._gradients(dtype) for dtype in (torch.float32, torch.float64))
-        except Exception:  # whatever a model raises that cannot compute in fp64
-            return {}
+        except Exception:  # whatever a model raises in fp64
+            return by_name
         most = max((float(g.abs().max()) for g in double.values() if g.numel()), default=0.0)
         zero = {name: (g.abs() < ZERO_GRADIENT * most) for name, g in double.items() if g.ndim == 1}
         return {

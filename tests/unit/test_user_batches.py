@@ -235,3 +235,24 @@ def test_batch_norm_before_a_layer_and_lazy_sizes_are_counted_in_training_mode(
 def test_imaginary_parts_are_compared() -> None:
     assert in_fp32(torch.tensor([1 + 2j])).tolist() == [[1.0, 2.0]]
     assert in_fp32(torch.tensor([1.5]).bfloat16()).tolist() == [1.5]
+
+
+def test_key_biases_are_known_by_name_where_fp64_fails(tmp_path: Path) -> None:
+    text = """
+        def build(self):
+            class Own(Two):
+                def __init__(self):
+                    super().__init__()
+                    self.k_proj = nn.Linear(8, 8)
+                def forward(self, x):
+                    if x.dtype == torch.float64:
+                        raise TypeError("fp32 only")
+                    return {"logits": self.second(self.k_proj(self.first(x)).tanh())}
+            return Own()
+
+        def batch(self, samples):
+            return self.x[samples % 64], self.y[samples % 64]
+    """
+    workload = made(tmp_path, text)
+    assert not len(workload.without_zero_gradient("k_proj.bias", torch.ones(8)))
+    assert len(workload.without_zero_gradient("first.bias", torch.ones(8))) == 8

@@ -288,7 +288,7 @@ def _built(file: Path, entries: Config, name: str) -> ModelShape:
         counts[part] += tensor.numel()
         blocks[part, layer] += tensor.numel()
     sparse = {layer for part, layer in blocks if part == "routed"} if shape.experts > 1 else set()
-    beside = sum(blocks["dense", layer] for layer in sparse)
+    next_to_experts = sum(blocks["dense", layer] for layer in sparse)
     per_width = (3 if shape.gated else 2) * shape.hidden
     apart = shape.layers - len(sparse) if sparse else 0
     per_layer = per_width * (len(sparse) or shape.layers)
@@ -300,9 +300,11 @@ def _built(file: Path, entries: Config, name: str) -> ModelShape:
         experts=experts,
         experts_per_token=min(experts, shape.experts_per_token),
         feed_forward=shape.feed_forward if near else width,
-        shared_feed_forward=(counts["shared"] + beside) // per_layer if sparse else 0,
+        shared_feed_forward=(counts["shared"] + next_to_experts) // per_layer if sparse else 0,
         dense_layers=apart,
-        dense_feed_forward=(counts["dense"] - beside) // apart // per_width if apart else 0,
+        dense_feed_forward=(counts["dense"] - next_to_experts) // apart // per_width
+        if apart
+        else 0,
         attention=max(1, counts["attention"] // shape.layers),
     )
     total = sum(counts.values())
