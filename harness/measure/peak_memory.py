@@ -77,6 +77,7 @@ class MemoryMeter:
         self.fractions: dict[torch.device, float] = {}
         self.before: tuple[int, int] | None = None
         self.reserve: bytearray | None = None
+        self.at_limit: tuple[int, int] | None = None
         self.stacks_before = 0
         if device.type == "cuda":
             import torch
@@ -115,9 +116,11 @@ class MemoryMeter:
             libc.mallopt(-3, 128 * 1024)  # M_MMAP_THRESHOLD
 
     def lift(self) -> None:
-        """Removes a CPU memory limit, so that a rank that hit it can report."""
+        """Removes a CPU memory limit, so that a rank that hit it can report. From then on, `in_use`
+        and `stacks` stay as they were: other threads may go on."""
         self.reserve = None
         if self.before is not None:
+            self.at_limit = self.in_use(), self.stacks()
             resource.setrlimit(resource.RLIMIT_DATA, self.before)
 
     @contextlib.contextmanager
@@ -150,14 +153,14 @@ class MemoryMeter:
             import torch
 
             return max(torch.cuda.memory_allocated(gpu) for gpu in self.devices)
-        return _status()["VmData"] - self.mapped
+        return self.at_limit[0] if self.at_limit else _status()["VmData"] - self.mapped
 
     def stacks(self) -> int:
         """Returns the bytes of `in_use` that are stacks of threads started later. They are mostly
         not resident."""
         if self.device.type == "cuda":
             return 0
-        return _stacks() - self.stacks_before
+        return self.at_limit[1] if self.at_limit else _stacks() - self.stacks_before
 
     @staticmethod
     def _trim() -> None:
