@@ -65,8 +65,8 @@ campaign: need
 	FUZZ=$(FUZZ) $(PY) -m pytest tests/faults/test_fuzz.py --timeout 0 $(ARGS)
 ## make campaign-large   checks a run of TRIALS trials for leaks, and the speed of commands in a folder of RUNS runs (needs 6 GB)
 campaign-large: need
-	$(PY) -m scripts.long_run --trials $(TRIALS)
-	$(PY) -m scripts.large_folder --runs $(RUNS)
+	$(PY) -m docs.studies.long_run --trials $(TRIALS)
+	$(PY) -m docs.studies.large_folder --runs $(RUNS)
 ## make audit   checks the pinned versions for known vulnerabilities (pip-audit, run by pipx)
 audit:
 	pipx run pip-audit --disable-pip --no-deps --requirement constraints.txt

@@ -1,7 +1,8 @@
 """Measures how long commands take in a large results folder, including process start.
 
-`python -m scripts.large_folder [FOLDER] [--runs 700]` fills a folder (default: a temporary one)
-with runs of one trial per cell of the reference full run. Exit code 1 if a command is too slow.
+`python -m docs.studies.large_folder [FOLDER] [--runs 700]` fills a folder (default: a temporary
+one) with runs of one trial per cell of the reference full run. Exit code 1 if a command is too
+slow.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from harness.record.run_record import RunRecord, StepRecord
 from harness.record.store import Store, load
 from harness.record.trial import TrialRecord
 
-REFERENCE = Path(__file__).parents[1] / "results" / "reference"
+REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
 TIMES = 3
 """Number of measurements per command. The fastest counts, since other programs use the machine

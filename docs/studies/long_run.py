@@ -1,6 +1,6 @@
 """Watches the process of one run with many short trials for leaks.
 
-`python -m scripts.long_run [--trials 2000]` exits with 1 if, from the run's first tenth to its
+`python -m docs.studies.long_run [--trials 2000]` exits with 1 if, from the run's first tenth to its
 last, memory grows by more than 20 MB, or open files, threads, children, shared-memory files or
 temporary files increase.
 """
