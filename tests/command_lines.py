@@ -34,7 +34,6 @@ ENDINGS = {"fits": {0, 1, 3}, "compare": {0, 1}, "maxsize": {130}}
 ADDED = {
     "run": ["--dry-run"],
     "submit": ["--dry-run"],
-    "reproduce": ["--dry-run"],
     "profile": ["--set", "workload=llama-nano"],
     "maxsize": ["--results", "searches"],
 }

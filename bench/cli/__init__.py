@@ -44,7 +44,6 @@ COMMANDS = {
         "fits": "fits:fits",
         "plan": "plan:plan",
         "rehearse": "rehearse:rehearse",
-        "reproduce": "reproduce:reproduce",
     },
     "Use elsewhere": {
         "export": "export:export",
