@@ -25,7 +25,7 @@ from harness.cell.cell import Cell, without_folder
 from harness.cell.errors import Refused, Unavailable, UsageError, first_error
 from harness.record.plan import LeftOut
 from harness.run.expected import time_limit_seconds
-from harness.seam.peak_memory import CONTEXT_BYTES, peak_bytes
+from harness.seam.peak_memory import CONTEXT_BYTES, peak_bytes, states_by_formula
 from harness.seam.registry import make_strategy, with_defaults
 from harness.workloads import make_workload
 from harness.workloads.catalog import split_name
@@ -85,7 +85,9 @@ def expand(
                 _require_variant(cell)
             admit_here(cell, host)
             if matrix.only_what_fits:
-                _require_fit(cell, host)
+                _require_fit(peak_bytes(cell) + CONTEXT_BYTES, cell, host)
+            elif cell.device == "cuda" and (states := states_by_formula(cell)):
+                _require_fit(states.total, cell, host)
             cells.append(_limited(cell, host))
         except Refused as error:
             if isinstance(error, UnsuitableData):
@@ -106,13 +108,13 @@ def cells_of(matrix: str, settings: Sequence[str]) -> list[Cell]:
     return [*expanded.cells, *(left.cell for left in expanded.left_out)]
 
 
-def _require_fit(cell: Cell, host: Host) -> None:
-    need = peak_bytes(cell) + CONTEXT_BYTES
+def _require_fit(need: float, cell: Cell, host: Host) -> None:
     there = host.memory_bytes / (cell.devices if cell.device == "cpu" else 1)
     if need > there:
         raise Refused(
-            f"needs about {need / 2**30:.1f} GiB per device by its formulas, but a device has"
-            f" {there / 2**30:.1f} GiB"
+            f"needs at least {need / 2**30:.1f} GiB per device by its formulas, but a device has"
+            f" {there / 2**30:.1f} GiB; shard or offload more, train adapters, or use a smaller"
+            " model"
         )
 
 
