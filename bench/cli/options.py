@@ -51,7 +51,9 @@ Devices: TypeAlias = Annotated[
 Gpus: TypeAlias = Annotated[
     str,
     typer.Option(
-        "--gpus", help="Number and name of the GPUs, such as '2 x rtx-4090' (see docs/hosts.md)."
+        "--gpus",
+        help="Number and name of the GPUs, such as '2 x rtx-4090' (see docs/hosts.md), or their"
+        " memory, bandwidth and bf16 peak: '8 x 48GiB,864GB/s,181TFLOPS'.",
     ),
 ]
 ClusterLink: TypeAlias = Annotated[

@@ -20,6 +20,8 @@ MESH = 8
 """Maximum number of GPUs in a node that Infinity Fabric joins directly."""
 GIGA = 1e9
 NVIDIA = "NVIDIA"
+EXAMPLE = "48GiB,864GB/s,181TFLOPS"
+"""GPU that is described, not named."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class GpuModel:
     bf16_flops_per_second: float | None
     """Dense peak of tensor cores with fp32 sums. None for GPUs before Ampere."""
     fp16_flops_per_second: float | None
-    memory_bytes_per_second: float | None
+    memory_bytes_per_second: float
     nvlink_bytes_per_second: float | None
     """Bandwidth of one GPU's NVLink, both directions. None if it has none, or only as an optional
     bridge."""
@@ -61,6 +63,17 @@ class GpuModel:
         }
         return peaks[precision]
 
+    @property
+    def half_flops_per_second(self) -> float:
+        """Dense peak in bf16, else in fp16; raises UsageError if neither is published."""
+        peak = self.bf16_flops_per_second or self.fp16_flops_per_second
+        if not peak:
+            raise UsageError(
+                f"GPU {self.host_name!r} has no published bf16 peak: describe it by its memory,"
+                f" bandwidth and measured peak, such as {EXAMPLE}"
+            )
+        return peak
+
     def peer_bytes_per_second(self, gpus: int) -> float | None:
         """Returns the bandwidth between one GPU and the other GPUs among `gpus` in a node, both
         directions. None without NVLink and Infinity Fabric. NVLink's switch gives each pair all
@@ -80,7 +93,7 @@ class _Row(BaseModel):
     fp32: float | None = None
     half: float | None = None
     bf16: bool = True
-    bandwidth: float | None = None
+    bandwidth: float
     nvlink: float | None = None
     fabric: float | None = None
     source: str
@@ -112,7 +125,7 @@ def _model(row: _Row, source: str) -> GpuModel:
         fp32_flops_per_second=row.fp32 and row.fp32 * TERA,
         bf16_flops_per_second=half if row.bf16 else None,
         fp16_flops_per_second=half,
-        memory_bytes_per_second=row.bandwidth and row.bandwidth * GIGA,
+        memory_bytes_per_second=row.bandwidth * GIGA,
         nvlink_bytes_per_second=row.nvlink and row.nvlink * GIGA,
         fabric_bytes_per_second=row.fabric and row.fabric * GIGA,
         source=source,
@@ -174,12 +187,37 @@ def parse_gpus(text: str) -> tuple[int, GpuModel]:
 
 
 def gpu_named(text: str) -> GpuModel:
-    """Returns the GPU called `4090`, `rtx-4090-24gb`, `h100` or `A100 80GB` (gpu_models.yaml).
+    """Returns the GPU called `4090`, `rtx-4090-24gb`, `h100` or `A100 80GB` (gpu_models.yaml), or
+    described by memory, bandwidth and bf16 peak, such as `48GiB,864GB/s,181TFLOPS`.
     Raises UsageError with the nearest names if no GPU or several GPUs match."""
+    if match := re.fullmatch(_DESCRIBED, re.sub(r"\s", "", text.lower())):
+        return _described(match[0], *(float(match[name]) for name in ("memory", "rate", "peak")))
     plain = _plain(text)
     if model := _by_plain_name().get(plain):
         return model
     hosts = list(gpu_models())
     near = [host for host in hosts if plain and _plain(host).startswith(plain)]
     near = near or difflib.get_close_matches(text.lower(), hosts, 3, 0.4) or hosts
-    raise UsageError(f"GPU {text!r} is not in the table; the nearest are {', '.join(near)}")
+    raise UsageError(
+        f"GPU {text!r} is not in the table; the nearest are {', '.join(near)}; describe another GPU"
+        f" by its memory, bandwidth and bf16 peak, such as {EXAMPLE}"
+    )
+
+
+_DESCRIBED = (
+    r"(?P<memory>\d+(\.\d+)?)gi?b,(?P<rate>\d+(\.\d+)?)gb/s,(?P<peak>\d+(\.\d+)?)tflops(/s)?"
+)
+
+
+def _described(text: str, gibibytes: float, rate: float, peak: float) -> GpuModel:
+    if not min(gibibytes, rate, peak):
+        raise UsageError(f"GPU {text!r}: memory, bandwidth and peak must be above 0")
+    row = _Row(
+        name=text,
+        host=text,
+        memory=round(gibibytes * 1024),
+        half=peak,
+        bandwidth=rate,
+        source="described on the command line",
+    )
+    return _model(row, row.source)

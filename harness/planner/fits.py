@@ -378,7 +378,7 @@ def tokens_per_second(
     compute = max(device + _weight_passes(shape, recipe, gpu), _launches(shape, recipe))
     total = recipe.accumulation * compute
     trained = trained_parameters(shape, recipe)
-    bandwidth = MEMORY_SHARE * (gpu.memory_bytes_per_second or 1e12)
+    bandwidth = MEMORY_SHARE * gpu.memory_bytes_per_second
     shards = recipe.gpus if recipe.sharding != "none" else 1
     total += UPDATE_BYTES * trained / shards / bandwidth
     if recipe.gpus > 1 and link:
@@ -393,7 +393,7 @@ def launch_bound(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> bool:
 
 
 def _seconds_per_token(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> float:
-    peak = gpu.bf16_flops_per_second or gpu.fp16_flops_per_second or 1e13
+    peak = gpu.half_flops_per_second
     if recipe.precision == "fp32" and not recipe.adapter:
         peak = gpu.fp32_flops_per_second or peak / 8
     again = AGAIN[recipe.recompute]
@@ -415,7 +415,7 @@ def _seconds_per_token(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> floa
     if recipe.compiled:
         moved /= COMPILED
     elementwise = shape.layers * moved * (3.0 + again)
-    bandwidth = MEMORY_SHARE * (gpu.memory_bytes_per_second or 1e12)
+    bandwidth = MEMORY_SHARE * gpu.memory_bytes_per_second
     elementwise += 40.0 * shape.vocabulary
     return (
         products / (BEST_SHARE * reached)
@@ -450,7 +450,7 @@ def _weight_passes(shape: ModelShape, recipe: Recipe, gpu: GpuModel) -> float:
     again = recipe.recompute == "full"
     moved = (2 + again) * DEQUANTISED_BYTES * (recipe.base != "bf16")
     moved += (1 + again) * NORM_BYTES * recipe.adapter.dora
-    bandwidth = MEMORY_SHARE * (gpu.memory_bytes_per_second or 1e12)
+    bandwidth = MEMORY_SHARE * gpu.memory_bytes_per_second
     merged = MERGED_BYTES * (3 + again) / 3 * merged_bytes(shape, recipe) * shape.layers / 2
     return (moved * quantised_parameters(shape, recipe.quantised_experts) + merged) / bandwidth
 

@@ -174,13 +174,31 @@ def test_predicted_peaks_match_published_ones_of_one_gpu(
         ("A100 80GB PCIe", "a100-pcie-80gb"),
         ("AMD Instinct MI300X", "mi300x-192gb"),
         ("4080", "rtx-4080"),
+        ("B300", "b300-270gb"),
+        ("RTX PRO 6000", "rtx-pro-6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000-server"),
+        ("a5000", "rtx-a5000"),
+        ("H20", "h20-96gb"),
+        ("dgx spark", "gb10-128gb"),
     ],
 )
 def test_gpu_names_as_people_type_them(text: str, host: str) -> None:
     assert gpu_named(text).host_name == host
 
 
-@pytest.mark.parametrize("text", ["a100", "4090-48gb", "mi100"])
+def test_a_gpu_that_no_table_lists_can_be_described() -> None:
+    described = gpu_named("24 GiB, 768 GB/s, 111.1 TFLOPS")
+    listed = gpu_named("rtx-a5000")
+    assert described.memory_bytes == 24 * 2**30
+    assert described.memory_bytes_per_second == listed.memory_bytes_per_second
+    assert described.bf16_flops_per_second == listed.bf16_flops_per_second
+    for words in ("fits llama-1b --gpus", "plan --model llama-1b --batch 64 --link pcie4 --gpus"):
+        for gpus in ("2 x 24GiB,768GB/s,111.1TFLOPS", "24gb,768gb/s,111.1tflops/s x 2"):
+            done = CliRunner().invoke(app, [*words.split(), gpus, "--json"])
+            assert done.exit_code in (0, 1, 3), done.output
+
+
+@pytest.mark.parametrize("text", ["a100", "4090-48gb", "mi100", "0GiB,768GB/s,111TFLOPS"])
 def test_names_of_no_single_gpu(text: str) -> None:
     with pytest.raises(UsageError):
         gpu_named(text)

@@ -10,7 +10,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from harness.cell.errors import UsageError
-from harness.host.gpu_models import TERA, GpuModel, gpu_models, gpu_named
+from harness.host.gpu_models import TERA, GpuModel, gpu_named
 from harness.planner.cluster.calibration import Floats, Ints
 from harness.planner.cluster.device_rates import (
     USUAL_SHARE,
@@ -91,7 +91,7 @@ class Cluster:
     def computing_in(self, precision: Precision) -> Cluster:
         if precision != "fp32":
             return self
-        peak = gpu_models()[self.device].fp32_flops_per_second or self.flops_per_second / 8
+        peak = gpu_named(self.device).fp32_flops_per_second or self.flops_per_second / 8
         return dataclasses.replace(
             self, flops_per_second=peak, reached_flops_per_second=USUAL_SHARE * peak
         )
@@ -130,11 +130,7 @@ def cluster_of(
         raise UsageError(f"devices per node is {per_node}; give at least 1")
     model = gpu_named(device)
     device = model.host_name
-    peak = model.bf16_flops_per_second or model.fp16_flops_per_second
-    if not peak or not model.memory_bytes_per_second:
-        raise UsageError(
-            f"device {device!r} has no published peak or memory bandwidth; choose another"
-        )
+    peak = model.half_flops_per_second
     if host_memory_bytes is not None and host_memory_bytes < 1:
         raise UsageError(f"host memory is {host_memory_bytes:g} bytes; give more, such as 512GiB")
     reduce, gather, rate = _rates(model, per_node, link)

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from scipy.special import ndtr, ndtri
 
 from harness.cell.errors import UsageError
-from harness.host.gpu_models import gpu_models
+from harness.host.gpu_models import gpu_named
 from harness.planner.cluster.calibration import Bools, ClusterCalibration, Floats, Ints
 from harness.planner.cluster.footprint import MOST_CERTAIN, usable_bytes
 from harness.planner.cluster.layout_memory import (
@@ -194,7 +194,7 @@ def _chances(
     deviation = unmeasured / ndtri(0.9)
     runs = spread.end.passed(least, cluster.memory_bytes, deviation)
     fits = spread.room.passed(needed.demand, cluster.memory_bytes, deviation)
-    room = usable_bytes(gpu_models()[cluster.device], question.devices)
+    room = usable_bytes(gpu_named(cluster.device), question.devices)
     for limited, demand in ((runs, least), (fits, needed.demand)):
         limited[native.rows] = ndtr(np.log(room / demand[native.rows]) / native.spread)
     return fits, np.maximum(runs, fits)
