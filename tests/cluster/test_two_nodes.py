@@ -108,6 +108,7 @@ def test_tasks_of_an_array_share_the_cells(slurm: Slurm, bench: Bench) -> None:
     assert all("2 trials to run" in file.read_text() for file in logs)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_a_cancelled_run_goes_on_and_a_time_limit_does_not_end_it(
     slurm: Slurm, bench: Bench

@@ -207,6 +207,7 @@ assert calls == [], calls
 """
 
 
+@pytest.mark.thorough
 def test_a_plan_whose_models_were_never_counted_leaves_cuda_alone(tmp_path: Path) -> None:
     """The process that plans a run lives as long as the run. A CUDA context in it would take memory
     on GPU 0 from every trial."""

@@ -47,10 +47,6 @@ def require_exact(run_cells: RunCells, folder: Path, models: list[str]) -> None:
     assert wrong[["cell_name", "status", "reason"]].to_numpy().tolist() == []
 
 
-def test_an_architecture_trains_as_in_one_process(run_cells: RunCells, tmp_path: Path) -> None:
-    require_exact(run_cells, tmp_path, ["gpt_neox", "whisper", "dinov2"])
-
-
 @pytest.mark.thorough
 @pytest.mark.timeout(3600)
 def test_every_architecture_trains_as_in_one_process(run_cells: RunCells, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def test_mpi_trains_the_same_and_says_what_it_sends(run_cells: RunCells) -> None
     assert seen.outside == []
 
 
+@pytest.mark.thorough
 @with_mpi
 def test_adasum_is_its_formula(run_cells: RunCells) -> None:
     """Ranks of mpirun communicate through shared memory, where no bytes are counted."""
@@ -145,6 +146,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check(Horovod(controller="mpi"))
 
 
+@pytest.mark.thorough
 @with_mpi
 @pytest.mark.alone
 def test_polling_in_a_pause_is_not_work(run_cells: RunCells) -> None:

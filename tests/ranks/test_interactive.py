@@ -89,6 +89,7 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.thorough
 def test_statements_on_standard_input_can_launch_a_run(tmp_path: Path) -> None:
     printed, prompts = execute(tmp_path, ["-i", "-q"], SETUP + RUN + CHECK)
     require_tidy(printed)

@@ -220,6 +220,7 @@ def test_a_peer_without_the_key_is_rejected(cluster: Cluster) -> None:
     assert cluster.run(cell("ddp", nodes=2)).status == "ok"
 
 
+@pytest.mark.thorough
 def test_a_stalled_agent_costs_its_trial(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent stops in mid-trial, as if its disks hung, and is given up after the time limit.
 

@@ -55,6 +55,7 @@ def test_each_way_to_split_the_work_clips_to_the_same_norm(
     assert trials["parity_max_norm_deviation"].max() <= 1e-5
 
 
+@pytest.mark.thorough
 def test_a_rewind_restores_the_schedule_masks_and_documents(run_cells: RunCells) -> None:
     long = {"parity_steps": 8, "timed_steps": 12}
     cells = [

@@ -41,6 +41,7 @@ def python(process: int, module: str, *words: object) -> list[str]:
     return within(process, sys.executable, "-m", module, *map(str, words))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_a_stranger_on_the_nodes_network_changes_nothing(tmp_path: Path) -> None:
     rendezvous, recorded = tmp_path / "rendezvous", tmp_path / "recorded"

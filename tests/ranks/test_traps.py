@@ -6,6 +6,7 @@ Each subject is one run, and each of its rows must end as it says. tests/plugin 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -350,7 +351,7 @@ def test_strategies_that_differ_by_design_follow_their_algorithm(
 
 
 def late_rows() -> list[Row]:
-    rows = [
+    return [
         *(
             diverges("broken", {"mistake": mistake, "from_step": 10}, LATE, timed_steps=40)
             for mistake in (
@@ -369,6 +370,10 @@ def late_rows() -> list[Row]:
             for count in ("from_step", "from_optimizer_step")
         ),
     ]
+
+
+def late_rows_by_design() -> list[Row]:
+    rows: list[Row] = []
     for right, (_, late) in BY_DESIGN.items():
         if right != "diloco" or find_spec("torchft"):
             # The others are called every 3 steps.
@@ -379,5 +384,10 @@ def late_rows() -> list[Row]:
 
 
 @pytest.mark.timeout(900)
-def test_mistakes_after_the_parity_segment_are_reported(run_cells: RunCells) -> None:
-    check_rows(run_cells, late_rows(), timed_seconds=0.1)
+@pytest.mark.parametrize(
+    "rows", [late_rows, pytest.param(late_rows_by_design, marks=pytest.mark.thorough)]
+)
+def test_mistakes_after_the_parity_segment_are_reported(
+    run_cells: RunCells, rows: Callable[[], list[Row]]
+) -> None:
+    check_rows(run_cells, rows(), timed_seconds=0.1)

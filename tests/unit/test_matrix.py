@@ -144,7 +144,13 @@ def test_patterns_that_match_nothing(option: str, pattern: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", matrix_names())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * read_matrix(name).only_what_fits)
+        for name in matrix_names()
+    ],
+)
 def test_every_matrix_of_the_suite_expands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # As if the host could make namespaces.
     monkeypatch.setattr("harness.links.emulated.unsupported_reason", lambda: "")

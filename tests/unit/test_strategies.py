@@ -291,6 +291,7 @@ optimizer.step()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_an_optimizer_in_eight_bits_fails_with_sharded_parameters() -> None:
     """FSDP2 refuses AdamW8bit, whose update takes plain tensors only. Once this test fails, the
