@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RecordedRuns", "fits", "load", "plan", "run"]
 
-TRIED_MATRIX = "full"
+TRIED_MATRICES = ("full", "ddp", "fsdp2", "variants")
+"""Matrices that together have every strategy and every variant."""
 USUAL = {
     "method": "lora",
     "sequence": "2048",
@@ -220,11 +221,11 @@ def _rehearsed(answer: ClusterPlan, model: str, count: int) -> ClusterPlan:
 
 
 def tried_options() -> list[StrategyOptions]:
-    """Returns the strategies of the matrix full, with their options."""
+    """Returns the strategies of TRIED_MATRICES, with their options."""
     from bench.matrix import read_matrix
 
     tried: list[StrategyOptions] = []
-    for axes in read_matrix(TRIED_MATRIX).cells:
+    for axes in (axes for name in TRIED_MATRICES for axes in read_matrix(name).cells):
         names, options = axes["strategy"], axes.get("options", {})
         for name in names if isinstance(names, list) else [names]:
             for values in options if isinstance(options, list) else [options]:

@@ -1,4 +1,4 @@
-"""Cells of matrix `full` train in real ranks, with smaller models, and match the reference.
+"""Cells of TRIED_MATRICES train in real ranks, with smaller models, and match the reference.
 
 Cells that another file tests more closely are left to it.
 """
@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 from _pytest.mark import ParameterSet
 
+from bench.api import TRIED_MATRICES
 from bench.expand import expand
 from bench.matrix import Host, read_matrix
 from harness.cell.cell import Cell
@@ -58,8 +59,9 @@ def elsewhere(one: Cell) -> bool:
     return mpi or wide or bool(anew) or eight or bool(library)
 
 
-def cells_of_full() -> list[Cell]:
-    expanded = expand(read_matrix("full"), Host("cpu", 2, 2**34)).cells
+def cells_of_matrices() -> list[Cell]:
+    host = Host("cpu", 2, 2**34)
+    expanded = [c for name in TRIED_MATRICES for c in expand(read_matrix(name), host).cells]
     # Pure fp16 with AdamW diverges within the matrix's 13 steps; other cells need at most 6.
     short = {
         "sequence_length": 32,
@@ -98,7 +100,7 @@ def settings(one: Cell) -> tuple[bool, int]:
 def parameters() -> list[ParameterSet]:
     """Returns each cell with its name. The plainest of each strategy is marked quick, and all but
     the least plain one are left to thorough tests."""
-    cells = cells_of_full()
+    cells = cells_of_matrices()
     plainest: dict[str, Cell] = {}
     least_plain: dict[str, Cell] = {}
     for one in sorted((one for one in cells if one.expect == "ok"), key=settings):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.api import TRIED_MATRICES
 from bench.expand import expand
 from bench.matrix import Host, read_matrix
 from harness.cell.cell import Cell
@@ -16,7 +17,7 @@ from harness.run.expected import trial_seconds
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cpu_cells.json"
 CPU = Host("cpu", 2, 24 * 2**30)
-MATRICES = ("full", "quick", "smoke", "precision", "scaling", "links")
+MATRICES = (*TRIED_MATRICES, "quick", "smoke", "precision", "scaling", "links")
 
 
 def cells_of(matrix: str) -> list[list[str]]:

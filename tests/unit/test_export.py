@@ -15,6 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from bench.api import TRIED_MATRICES
 from bench.cli import app
 from bench.expand import expand
 from bench.matrix import Host, read_matrix
@@ -56,10 +57,11 @@ def small(strategy: str, **axes: Any) -> Cell:
 
 
 def pairs() -> list[tuple[Cell, str]]:
-    """Returns cells of matrix `full` by target: one for each strategy, options, precision and
+    """Returns cells of TRIED_MATRICES by target: one for each strategy, options, precision and
     device; skips workload suffixes."""
     found: dict[tuple[str, ...], tuple[Cell, str]] = {}
-    for cell in expand(read_matrix("full"), Host("cpu", 2, 2**34)).cells:
+    host = Host("cpu", 2, 2**34)
+    for cell in (c for name in TRIED_MATRICES for c in expand(read_matrix(name), host).cells):
         if make_workload(cell.workload).suffixes:
             continue
         for device in ("cpu", "cuda"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 import pytest
 
+from bench.api import TRIED_MATRICES
 from bench.expand import expand
 from bench.matrix import Host, read_matrix
 from harness.cell.cell import Cell
@@ -33,12 +35,13 @@ EXCEPTIONS: dict[str, tuple[float, str]] = {
 part found counts."""
 
 
-def cells_of_full() -> dict[str, Cell]:
+def cells_of_matrices() -> dict[str, Cell]:
     """Returns one cell for each set of options, by label, all of the same model and batch."""
     host = Host("cpu", 2, 24 * 2**30, elsewhere=True)
-    expanded = expand(read_matrix("full"), host, name="full")
+    found = [expand(read_matrix(name), host, name=name) for name in TRIED_MATRICES]
+    every = [[*of.cells, *(left.cell for left in of.left_out)] for of in found]
     cells: dict[str, Cell] = {}
-    for cell in [*expanded.cells, *(left.cell for left in expanded.left_out)]:
+    for cell in itertools.chain(*every):
         staged = make_strategy(cell).capabilities.stages
         plain = {"micro_batches": cell.micro_batches if staged else 1, "device": "cpu"}
         plain |= {"precision": "fp32", "recompute": "none", "checkpoint": "none", "nodes": 1}
@@ -49,7 +52,7 @@ def cells_of_full() -> dict[str, Cell]:
     return {cell.label: cell for cell in cells.values()}
 
 
-CELLS = cells_of_full()
+CELLS = cells_of_matrices()
 
 
 def test_a_pipelines_micro_batches_in_flight_are_counted() -> None:
