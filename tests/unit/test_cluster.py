@@ -100,6 +100,13 @@ def test_a_nightly_job_has_its_recipients() -> None:
     assert prologue(text, shown) == f"release|tomorrow|{notify.mail}||{notify.webhook}"
 
 
+def test_a_webhook_reaches_no_process_but_the_one_that_calls_it() -> None:
+    begin = (ROOT / "slurm/nightly.sbatch").read_text().partition("[ -f slurm/lib.sh ]")[0]
+    shown = f'export BENCH_NOTIFY_WEBHOOK=planted\n{begin}env; echo "kept: $BENCH_NOTIFY_WEBHOOK"'
+    done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=True)
+    assert [line for line in done.stdout.splitlines() if "planted" in line] == ["kept: planted"]
+
+
 def test_unset_site_keys_are_left_to_slurm() -> None:
     text = script(Site(exclusive=False))
     named = {line.split("=")[0].lstrip("-") for line in directives(text)}

@@ -41,6 +41,59 @@ def test_values_are_known_by_the_names_of_their_variables() -> None:
     assert secrets_of(environment) == ("abcdefgh1", "abcdefgh2")
 
 
+KINDS_OF_NAMES = (
+    "DB_PASS PASS SMTP_PASS_2 AWS_CREDENTIALS GOOGLE_CREDS SESSION_COOKIE AZURE_CONNECTION_STRING"
+    " DB_CONN_STR SENTRY_DSN SLACK_WEBHOOK BENCH_NOTIFY_WEBHOOK_URL REQUEST_SIGNATURE AZURE_SAS"
+    " PRESIGNED_URL SERVICE_JWT NETRC_AUTH MYSQL_PWD URL_SIG"
+)
+
+
+@pytest.mark.parametrize("name", KINDS_OF_NAMES.split())
+def test_a_secret_is_known_by_the_kind_of_its_name(name: str) -> None:
+    assert secrets_of({name: "hunter2-hunter2"}) == ("hunter2-hunter2",)
+
+
+@pytest.mark.parametrize("name", ["COMPASS", "BYPASS_CACHE", "PASSES", "DESIGN", "CONFIG", "DSNAP"])
+def test_other_names_are_no_secrets(name: str) -> None:
+    assert secrets_of({name: "hunter2-hunter2"}) == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pass=hunter2-hunter2",
+        'connect("db_pass=hunter2-hunter2;host=x")',
+        '{"pass": "hunter2-hunter2"}',
+        '{"credentials": "hunter2-hunter2"}',
+        "Cookie: session=hunter2-hunter2; theme=dark",
+        "set-cookie: sid=hunter2-hunter2",
+        "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=hunter2-hunter2==",
+        "Server=tcp:db;User=me;Pwd=hunter2-hunter2;",
+        "Endpoint=sb://bus/;SharedAccessKey=hunter2-hunter2",
+        "connection_string: hunter2-hunter2",
+        "POST https://hooks.slack.com/services/T0/B0/hunter2-hunter2",
+        "https://discord.com/api/webhooks/1/hunter2-hunter2 gave 404",
+        "https://me.webhook.office.com/webhookb2/hunter2-hunter2/x",
+        "GET https://b.s3.amazonaws.com/x?X-Amz-Signature=hunter2-hunter2&X-Amz-Expires=60",
+        "https://b.s3.amazonaws.com/x?X-Amz-Credential=hunter2-hunter2%2F2026",
+        "https://me.blob.core.windows.net/x?sv=2024&sig=hunter2-hunter2",
+        "https://storage.googleapis.com/x?X-Goog-Signature=hunter2-hunter2",
+        "https://f.azurewebsites.net/api/x?code=hunter2-hunter2",
+        "Authorization: Basic hunter2-hunter2",
+        "proxy-authorization: Digest hunter2-hunter2",
+        "sent Basic aHVudGVyMi1odW50ZXIy",
+        "curl -u me:hunter2-hunter2 host",
+        "curl --user=me:hunter2-hunter2 host",
+        "postgresql://me:hunter2-hunter2@host/db",
+    ],
+)
+def test_a_secret_is_known_by_the_form_around_it(text: str) -> None:
+    shown = redacted(text, ())
+    assert "hunter2" not in shown
+    assert "aHVudGVy" not in shown
+    assert REDACTED in shown
+
+
 @pytest.mark.parametrize(
     "secret",
     [
@@ -84,6 +137,8 @@ def test_secrets_are_known_by_the_word_before_them(text: str, shown: str) -> Non
         "5,753 tokens/s; secret of speed; tcp://127.0.0.1:29500",
         '{"tokens": 4096, "access_key": 1234567890, "token": null}',
         "datasets:wikitext, key bias has a zero gradient",
+        "second pass: forward and backward; Basic training; compass=northward; cookie",
+        "git -c user:me --user abcdefgh; https://example.org/hooksmith?page=overview",
         '{"passwd": -0.12345678, "token": [[[[[[7]]]]]], "api_key": -Infinity}',
     ],
 )
