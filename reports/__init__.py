@@ -28,8 +28,8 @@ def write_report(
 
 def write_whole(text: str, path: Path, instead: str = "") -> Path:
     """Writes atomically; raises UsageError with the advice `instead` on failure."""
+    from harness.cell.durable import write_atomically
     from harness.cell.errors import UsageError
-    from harness.host.folders import write_atomically
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,7 +17,9 @@ from typing import TYPE_CHECKING
 
 from bench.cluster import Target
 from bench.cluster.site import ROOT, Site
-from harness.cell.errors import UsageError
+from harness.cell.durable import sealed, unsealed
+from harness.cell.errors import DamagedFileWarning, UsageError
+from harness.cell.yaml_text import parsed
 from harness.nodes.rendezvous import KEY, KEY_FILE
 
 if TYPE_CHECKING:
@@ -199,14 +203,24 @@ class Submission:
 
 def keep_submission(submission: Submission, folder: Path) -> None:
     with open(folder / "submitted.jsonl", "a") as file:
-        file.write(submission.as_json() + "\n")
+        file.write(sealed(submission.as_json()).replace("\n", "\t", 1))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def submissions(results: Path) -> list[Submission]:
-    files = sorted((results / "slurm").glob("*/submitted.jsonl"))
-    return [
-        Submission(**json.loads(line)) for file in files for line in file.read_text().splitlines()
-    ]
+    """Returns recorded submissions; leaves out damaged lines, with a warning."""
+    found = []
+    for file in sorted((results / "slurm").glob("*/submitted.jsonl")):
+        for line in file.read_bytes().splitlines(keepends=True):
+            try:
+                # Earlier versions wrote no digest.
+                text = unsealed(line.replace(b"\t", b"\n")) if b"\t" in line else line
+                found.append(parsed(Submission, text))
+            except ValueError:
+                text = f"{str(file)!r} is damaged: a line is left out"
+                warnings.warn(text, DamagedFileWarning, stacklevel=2)
+    return found
 
 
 SECRET_FOLDER = "/run/parallelism-bench"

@@ -17,8 +17,8 @@ from pydantic import TypeAdapter
 from scipy.optimize import least_squares, minimize
 from scipy.special import ndtr
 
+from harness.cell.durable import write_atomically
 from harness.cell.errors import UsageError
-from harness.host.folders import write_atomically
 from harness.planner.cluster.calibration import (
     LEVEL,
     Bools,

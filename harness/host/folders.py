@@ -12,7 +12,6 @@ import hashlib
 import multiprocessing.util
 import os
 import platform
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -78,26 +77,6 @@ def keep_multiprocessing_files() -> None:
         # multiprocessing's children skip atexit. With this priority, it runs after their other
         # files.
         multiprocessing.util.Finalize(None, stack.close, exitpriority=-100)
-
-
-@contextlib.contextmanager
-def replacing(file: Path) -> Iterator[Path]:
-    """Yields a path in the same folder, which replaces `file` on exit, or is removed after an
-    error."""
-    # Hosts that share the folder may have processes with equal ids.
-    temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        yield temporary
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_atomically(file: Path, text: str) -> Path:
-    """Replaces a text file as a whole; raises OSError and leaves it unchanged."""
-    with replacing(file) as temporary:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-    return file
 
 
 def remove_abandoned(parent: Path | None = None) -> list[Path]:

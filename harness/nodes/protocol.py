@@ -30,9 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
+from harness.cell.durable import file_digest, replacing
 from harness.cell.errors import UsageError
 from harness.cell.yaml_text import adapter
-from harness.host.folders import cache_folder, replacing
+from harness.host.folders import cache_folder
 from harness.host.process import machine_id
 from harness.launch.outcome import RankOutputs
 from harness.nodes.rendezvous import Rendezvous, addresses_of_host, set_timeout
@@ -56,15 +57,6 @@ class FileFact:
         path = PurePosixPath(self.name)
         if path.is_absolute() or ".." in path.parts:
             raise ValueError(f"{self.name!r} is outside the cache")
-
-
-@functools.cache
-def _digest(file: Path, size: int, modified_nanoseconds: int) -> str:
-    with open(file, "rb") as source:
-        sha256 = hashlib.sha256()
-        while part := source.read(2**20):
-            sha256.update(part)
-    return sha256.hexdigest()
 
 
 def _below_cache(path: str) -> PurePosixPath:
@@ -101,8 +93,7 @@ class Offer:
 
 def _fact(file: Path, name: str) -> FileFact:
     of = file.stat()
-    digest = _digest(file, of.st_size, of.st_mtime_ns)
-    return FileFact(name, of.st_size, of.st_mtime_ns, digest)
+    return FileFact(name, of.st_size, of.st_mtime_ns, file_digest(file))
 
 
 class OwnFiles:
@@ -119,25 +110,12 @@ class OwnFiles:
         for number, fact in enumerate(facts):
             file = cache_folder() / fact.name
             try:
-                if not _is_copy(file, fact):
+                if file_digest(file) != fact.digest:
                     _receive(file, fact, functools.partial(chunk, number))
             except (OSError, binascii.Error) as error:
                 reason = error.strerror if isinstance(error, OSError) else None
                 self.problem = f"cannot keep {str(file)!r}: {reason or error}"
                 return
-
-
-def _is_copy(file: Path, fact: FileFact) -> bool:
-    """Compares digests only if modification times differ, which they never do on a shared disk."""
-    try:
-        of = file.stat()
-    except FileNotFoundError:
-        return False
-    if of.st_size != fact.bytes:
-        return False
-    if of.st_mtime_ns == fact.modified_nanoseconds:
-        return True
-    return _digest(file, of.st_size, of.st_mtime_ns) == fact.digest
 
 
 def _receive(file: Path, fact: FileFact, chunk: Callable[[int], str]) -> None:

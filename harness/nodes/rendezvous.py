@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 
+from harness.cell.durable import replacing, sealed, unsealed
 from harness.cell.errors import UsageError
 from harness.cell.yaml_text import parsed
-from harness.host.folders import replacing
 from harness.host.process import machine_id
 
 KEY, KEY_FILE = "PARALLELISM_BENCH_KEY", "PARALLELISM_BENCH_KEY_FILE"
@@ -42,13 +42,13 @@ class Rendezvous:
         """Replaces the file, or a link, by one that only its owner can read."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with replacing(file) as temporary, open(os.open(temporary, flags, 0o600), "w") as sink:
-            json.dump(asdict(self), sink)
+            sink.write(sealed(json.dumps(asdict(self))))
 
     @classmethod
     def read(cls, file: Path) -> Rendezvous:
         """Reads the file. Raises UsageError if another user owns it or may read or change it,
         because its key controls an agent."""
-        with open(file) as source:
+        with open(file, "rb") as source:
             of = os.fstat(source.fileno())
             if of.st_uid != os.getuid() or of.st_mode & 0o077:
                 raise UsageError(
@@ -56,12 +56,12 @@ class Rendezvous:
                     " because its key lets anyone run code on this node"
                 )
             try:
-                found = parsed(cls, source.read())
+                found = parsed(cls, unsealed(source.read()))
                 bytes.fromhex(found.key)
             except ValueError:
                 raise UsageError(
-                    f"{str(file)!r} was not written by a coordinator; give the file that the run"
-                    " wrote"
+                    f"{str(file)!r} was not written by a coordinator, or is damaged; give the file"
+                    " that the run wrote"
                 ) from None
         return found
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from harness.host.folders import replacing, write_atomically
+from harness.cell import durable
 from harness.seam.checkpoints import MOMENTS_UP_TO, full_moments, full_parameters
 from harness.seam.job import TrainState
 
@@ -76,7 +76,7 @@ def _larger(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
 UNIT = 2.0**-23
 """Relative distance between neighbouring fp32 numbers just above a power of two, where it is
 largest. Rounding errs by half of it."""
-VERSION = 10  # raise it when the contents of reference files change meaning
+VERSION = 11  # raise it when the contents of reference files change meaning
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,12 @@ class Reference:
 
     @property
     def facts(self) -> Facts:
-        loaded: Facts = json.loads((Path(self.folder) / "reference.json").read_text())
+        loaded: Facts = json.loads(durable.read_cached(self._file) or "{}")
         return loaded
+
+    @property
+    def _file(self) -> Path:
+        return Path(self.folder) / "reference.json"
 
     @property
     def final_file(self) -> Path:
@@ -119,7 +123,14 @@ class Reference:
 
     @property
     def exists(self) -> bool:
-        return (Path(self.folder) / "reference.json").is_file()
+        return durable.read_cached(self._file) is not None
+
+    def remove_if_damaged(self) -> None:
+        """Removes the reference if a file of tensors is damaged, so that it is trained again."""
+        for file, digest in self.facts.get("digests", {}).items():
+            if durable.file_digest(Path(self.folder, file)) != digest:
+                durable.remove_damaged(Path(self.folder, file))
+                self._file.unlink(missing_ok=True)
 
     def save(
         self,
@@ -172,6 +183,7 @@ class Reference:
             {"losses": losses, "update_norms": norms, "roundings": roundings, "frozen": frozen}
             | {"update_shares": shares, "gradient_norms": gradient_norms}
             | {"replicas": 1 + len(train_state.replicas)}
+            | {"digests": {self.final_file.name: durable.file_digest(self.final_file)}}
             | {"buffer_norms": {key: moved for key, (moved, _) in changed.items() if moved}}
         )
 
@@ -180,7 +192,8 @@ class Reference:
         facts = self.facts
         states = (train_state, *train_state.replicas)
         self._save_tensors(states, facts["frozen"], {}, self.ahead_file)
-        self._write(facts | {"ahead_losses": losses})
+        digests = facts["digests"] | {self.ahead_file.name: durable.file_digest(self.ahead_file)}
+        self._write(facts | {"ahead_losses": losses, "digests": digests})
 
     def _save_tensors(
         self,
@@ -207,7 +220,7 @@ class Reference:
                 for name, kind, tensor in full_moments(state, shapes.get):
                     key = of_replica(number, f"{kind}/{name}")
                     tensors[key] = tensor.cpu().contiguous()
-        with replacing(file) as temporary:
+        with durable.replacing(file) as temporary:
             save_file(tensors, temporary)
 
     @property
@@ -246,13 +259,12 @@ class Reference:
     @property
     def sketches(self) -> list[list[dict[str, float]]]:
         """Sketches of the parameters after each step, by replica; empty without a long run."""
-        file = Path(self.folder, "sketches.json")
-        return list(json.loads(file.read_text())) if file.exists() else []
+        return list(json.loads(durable.read_cached(Path(self.folder, "sketches.json")) or "[]"))
 
     def note_losses(self, losses: Sequence[float], sketches: Sequence[object] = ()) -> None:
         """Saves the losses and sketches of a longer reference run, and resets the drift."""
         if sketches:
-            write_atomically(Path(self.folder, "sketches.json"), json.dumps(sketches))
+            durable.write_cached(Path(self.folder, "sketches.json"), json.dumps(sketches))
         self._write(self.facts | {"all_losses": list(losses), "drift": None})
 
     def note_drift(self, drift: Sequence[float]) -> None:
@@ -276,7 +288,7 @@ class Reference:
         return _noise_of(**stored) if stored else None
 
     def _write(self, facts: Facts) -> None:
-        write_atomically(Path(self.folder, "reference.json"), json.dumps(facts))
+        durable.write_cached(self._file, json.dumps(facts))
 
 
 def _noise_of(loss: float, deviations: Mapping[str, Mapping[str, float]], norm: float) -> Noise:

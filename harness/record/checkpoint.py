@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from harness.cell.durable import file_digest
 from harness.cell.errors import BadCheckpoint
 from harness.cell.yaml_text import parsed
 
@@ -30,7 +30,7 @@ class Manifest:
     def of(cls, folder: Path, step: int, ranks: int) -> Manifest:
         names = sorted(path.relative_to(folder).as_posix() for path in _files(folder))
         files = tuple(
-            SavedFile(name, (folder / name).stat().st_size, _digest(folder / name))
+            SavedFile(name, (folder / name).stat().st_size, file_digest(folder / name))
             for name in names
         )
         return cls(step, ranks, files)
@@ -62,18 +62,10 @@ class Manifest:
                 raise BadCheckpoint(
                     f"{file.path} has {path.stat().st_size} bytes instead of {file.size}"
                 )
-            if _digest(path) != file.digest:
+            if file_digest(path) != file.digest:
                 raise BadCheckpoint(f"{file.path} has changed since it was saved")
         return manifest
 
 
 def _files(folder: Path) -> list[Path]:
     return [p for p in folder.rglob("*") if p.is_file() and p.name not in (NAME, f"{NAME}.tmp")]
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    with open(path, "rb") as content:
-        while piece := content.read(2**20):
-            digest.update(piece)
-    return digest.hexdigest()

@@ -17,6 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.cell.durable import replacing
 from harness.cell.errors import DamagedFileWarning, NotRecorded, UsageError
 from harness.record.profile_record import ProfileRecord
 from harness.record.run_record import ConclusionRecord, RunRecord, StepRecord
@@ -65,27 +66,17 @@ def write_file(path: Path, schema: pa.Schema, parts: Iterable[pa.Table]) -> Path
     read-only."""
     import pyarrow.parquet as pq
 
-    temporary = path.with_name(f".{path.name}.{writer_name()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as sink:
-            with pq.ParquetWriter(sink, schema, write_page_checksum=True) as writer:
-                for part in parts:
-                    writer.write_table(part.cast(schema))
-            sink.flush()
-            os.fsync(sink.fileno())
-        temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        if isinstance(error, OSError):
-            raise _not_recorded(path, error) from error
-        raise
+        with (
+            replacing(path) as temporary,
+            open(temporary, "wb") as sink,
+            pq.ParquetWriter(sink, schema, write_page_checksum=True) as writer,
+        ):
+            for part in parts:
+                writer.write_table(part.cast(schema))
+    except OSError as error:
+        raise _not_recorded(path, error) from error
     return path
 
 

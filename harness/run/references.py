@@ -90,6 +90,7 @@ class ReferenceRuns:
             key = reference_key(cell)
             if key not in references:
                 references[key] = reference_of(cell)
+                references[key].remove_if_damaged()
                 if not references[key].exists:
                     self._train(launcher, cell, references[key], announce)
                 if references[key].exists:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from harness.cell.durable import write_atomically
 from harness.cell.yaml_text import parsed
-from harness.host.folders import write_atomically
 from harness.host.gpu_state import GpuUse
 from harness.measure.resource_use import CpuTime
 from harness.parity.reference import Deviations
@@ -157,7 +157,8 @@ class RankAnswer:
         return replace(self, node=node, machine=machine, entered_at=entered_at, failure=failure)
 
     def write(self, scratch: str | Path) -> None:
-        write_atomically(answer_file(scratch, self.rank), json.dumps(asdict(self)))
+        file = answer_file(scratch, self.rank)
+        write_atomically(file, json.dumps(asdict(self)), lasting=False)
 
     @classmethod
     def read(cls, scratch: str | Path, rank: int) -> RankAnswer | None:

@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness.host.folders import write_atomically
+from harness.cell.durable import write_atomically
 
 _BEAT = struct.Struct("<qdd64s")
 RENDEZVOUS = "process group"
@@ -96,7 +96,7 @@ def answer_questions(scratch: str | Path, rank: int) -> None:
     def serve() -> None:
         while listener.recv(16):
             states = json.dumps([asdict(state) for state in group_states()])
-            write_atomically(groups_file(scratch, rank), states)
+            write_atomically(groups_file(scratch, rank), states, lasting=False)
 
     threading.Thread(target=serve, daemon=True, name="groups").start()
 

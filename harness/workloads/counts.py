@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from unittest import mock
 
 from harness.cell.cell import Cell
+from harness.cell.durable import read_cached, write_cached
 from harness.cell.errors import UsageError
 from harness.cell.yaml_text import parsed
 from harness.host.environment import (
@@ -22,7 +23,7 @@ from harness.host.process import Ended, call_apart
 from harness.host.user_code import one_line
 from harness.workloads.catalog import make_workload
 from harness.workloads.recompute import experts_backward, grouped_products
-from harness.workloads.workload import Workload, cache_file, keep
+from harness.workloads.workload import Workload, cache_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -72,14 +73,15 @@ def model_facts(workload: Workload, sequence_length: int | None = None) -> Model
     """
     if facts := _from_smaller(workload, sequence_length):
         return facts
-    file = cache_file("facts", workload, f"4 {sequence_length}")
-    if file.exists() and not workload.pretrained:
-        return parsed(ModelFacts, file.read_text())
+    file = cache_file("facts", workload, f"5 {sequence_length}")
+    text = None if workload.pretrained else read_cached(file)
+    if text is not None:
+        return parsed(ModelFacts, text)
     if initialises_cuda(workload):
         facts = count_apart(model_facts, workload, sequence_length)
     else:
         facts = _count(workload, sequence_length)
-    keep(file, json.dumps(asdict(facts)))
+    write_cached(file, json.dumps(asdict(facts)))
     return facts
 
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 
+from harness.cell import durable
 from harness.cell.errors import UsageError
-from harness.host.folders import cache_folder, replacing, write_atomically
+from harness.host.folders import cache_folder
 from harness.host.user_code import one_line
 from harness.workloads.family import HAS_DECODER
 
@@ -254,7 +255,7 @@ def prepare_data(name: str, workload: Workload, sequence_length: int) -> DataSou
     texts, version = texts_of(name, workload)
     encode, encoding = _encoder(workload)
     tokens_file, fingerprint, ranges = _cached(
-        f"2 {name} {version} {encoding} {workload.kind} {workload.num_labels}",
+        f"3 {name} {version} {encoding} {workload.kind} {workload.num_labels}",
         lambda: [encode(text) for text in texts()],
     )
     _check_ids(name, np.load(tokens_file, mmap_mode="r"), workload)
@@ -299,7 +300,7 @@ def _image_source(name: str, workload: Workload) -> DataSource:
     if where:
         files = image_files(name, Path(where), workload.num_labels)
         version = " ".join(_version(file) for of_class in files for file in of_class)
-        identity = f"1 {name} {version} {workload.image_size}"
+        identity = f"2 {name} {version} {workload.image_size}"
         file, fingerprint, ranges = _cached(
             identity, lambda: read_images(name, files, workload.image_size)
         )
@@ -327,18 +328,23 @@ def _cached(
     folder = cache_folder() / "data"
     folder.mkdir(exist_ok=True)
     tokens_file, facts_file = folder / f"{key}.npy", folder / f"{key}.json"
-    if not (tokens_file.exists() and facts_file.exists()):
+    text = durable.read_cached(facts_file)
+    facts = json.loads(text) if text else {}
+    if facts and durable.file_digest(tokens_file) != facts["digest"]:
+        durable.remove_damaged(tokens_file)
+        facts = {}
+    if not facts:
         parts = read_parts()
         tokens = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
         edges = np.cumsum([0, *(len(part) for part in parts)]).tolist()
+        with durable.replacing(tokens_file) as temporary, open(temporary, "wb") as sink:
+            np.save(sink, tokens)
         facts = {
             "ranges": list(itertools.pairwise(edges)),
             "fingerprint": hashlib.sha256(tokens.tobytes()).hexdigest(),
+            "digest": durable.file_digest(tokens_file),
         }
-        with replacing(tokens_file) as temporary, open(temporary, "wb") as sink:
-            np.save(sink, tokens)
-        write_atomically(facts_file, json.dumps(facts))
-    facts = json.loads(facts_file.read_text())
+        durable.write_cached(facts_file, json.dumps(facts))
     return tokens_file, facts["fingerprint"], tuple((a, b) for a, b in facts["ranges"])
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar, cast
 
+from harness.cell.durable import read_cached, write_cached
 from harness.cell.errors import Refused, UsageError
 from harness.cell.training import of_each_tensor
 from harness.host.user_code import UserClass, first_line
@@ -20,7 +21,6 @@ from harness.workloads.workload import (
     HasLogits,
     Workload,
     cache_file,
-    keep,
     losses_differ,
 )
 
@@ -344,10 +344,11 @@ class UserWorkload(Workload):
     @functools.cached_property
     def _zero_gradients(self) -> dict[str, list[int]]:
         """Elements with a zero gradient, by name of a parameter with one dimension."""
-        file = cache_file("zero_gradients", self, "1")
-        if not file.exists():
-            keep(file, json.dumps(self._find_zero_gradients()))
-        found: dict[str, list[int]] = json.loads(file.read_text())
+        file = cache_file("zero_gradients", self, "2")
+        if (text := read_cached(file)) is None:
+            text = json.dumps(self._find_zero_gradients())
+            write_cached(file, text)
+        found: dict[str, list[int]] = json.loads(text)
         return found
 
     def _find_zero_gradients(self) -> dict[str, list[int]]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from harness.cell.errors import Refused, UsageError
 from harness.cell.training import Tolerance
 from harness.host.environment import version_of
-from harness.host.folders import cache_folder, write_atomically
+from harness.host.folders import cache_folder
 from harness.host.packages import hide
 from harness.host.user_code import one_line
 from harness.workloads.family import HAS_DECODER, Family, Kind, ModelConfig, Split
@@ -486,11 +486,6 @@ def cache_file(folder: str, workload: Workload, counted: str) -> Path:
     identity = f"{workload.name} {workload.config} {counted} {versions}"
     name = hashlib.blake2s(identity.encode(), digest_size=8).hexdigest()
     return cache_folder() / folder / f"{name}.json"
-
-
-def keep(file: Path, text: str) -> None:
-    file.parent.mkdir(exist_ok=True)
-    write_atomically(file, text)
 
 
 MEAN_WITHIN = 1e-3

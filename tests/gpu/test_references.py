@@ -18,6 +18,7 @@ from safetensors import safe_open
 import harness.run.runner as runner_module
 from bench.cli.run import run
 from harness.cell.cell import Cell
+from harness.cell.durable import write_cached
 from harness.cell.errors import UsageError
 from harness.cell.training import EXACT
 from harness.launch.outcome import Outcome
@@ -59,9 +60,8 @@ class Launches:
         self.cells.append(cell)
         if folder := more.get("reference_output"):
             Path(folder).mkdir(parents=True)
-            Path(folder, "reference.json").write_text(
-                json.dumps({"losses": [2.0, 1.0], "update_norms": {}, "roundings": {}})
-            )
+            facts = {"losses": [2.0, 1.0], "update_norms": {}, "roundings": {}}
+            write_cached(Path(folder, "reference.json"), json.dumps(facts))
         deviations = Deviations({NORM: self.update})
         seconds = [1.0] * (len(self.losses) - 1)
         rank = answer(0, seconds, list(self.losses), deviations=deviations)
@@ -282,7 +282,7 @@ def kept(home: Path, name: str, size: int, age_seconds: float) -> Path:
     folder = home / name
     folder.mkdir(parents=True)
     (folder / "final.safetensors").write_bytes(b"0" * size)
-    (folder / "reference.json").write_text(json.dumps({"losses": [2.0, 1.0]}))
+    write_cached(folder / "reference.json", json.dumps({"losses": [2.0, 1.0]}))
     before = time.time() - age_seconds
     os.utime(folder / "reference.json", (before, before))
     return folder

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from harness.cell.cell import Cell
+from harness.cell.durable import write_cached
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import reference_key
 from harness.record.plan import Plan
@@ -52,7 +53,7 @@ def test_steps_that_the_suite_adds_extend_the_time_limit() -> None:
 @pytest.mark.parametrize("more", [{}, {"device": "cuda"}, {"strategy": "post_local_sgd"}])
 def test_replays_extend_the_time_limit(tmp_path: Path, more: dict[str, Any]) -> None:
     """The last three of 13 steps are replayed twice, from the start of a cycle."""
-    (tmp_path / "reference.json").write_text("{}")
+    write_cached(tmp_path / "reference.json", "{}")
     cell = CELL.model_copy(update=more)
     cycle = make_strategy(cell).cycle
     needed = max(steps_with_replays(seed, cell.parity_steps, cycle) for seed in range(20))

@@ -12,6 +12,7 @@ import pytest
 
 from bench.matrix import Host
 from harness.cell.cell import Cell
+from harness.cell.durable import write_cached
 from harness.host import cores, environment
 from harness.host.cores import available_memory_bytes, memory_bytes
 from harness.parity.reference import Reference
@@ -112,7 +113,7 @@ def test_a_rewind_that_does_not_fit_into_the_group_is_not_done(
     where = host(tmp_path, "0::/", {".": {**V2, "memory.current": 33 * GIB}})
     folder = tmp_path / "reference"
     folder.mkdir()
-    (folder / "reference.json").write_text("{}")
+    write_cached(folder / "reference.json", "{}")
 
     def why_not(workload: str) -> str:
         cell = Cell(strategy="ddp", workload=workload, devices=8, global_batch=8)

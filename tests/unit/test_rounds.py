@@ -21,6 +21,7 @@ from bench.run_options import CommandOptions
 from harness.analysis.race import MOST_IN_HEAT, Entrants, contenders, next_heats, top_two
 from harness.analysis.stats import LogEstimate
 from harness.cell.cell import Cell
+from harness.cell.durable import write_cached
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import reference_key
 from harness.record.plan import LeftOut, Plan
@@ -361,7 +362,7 @@ def test_one_of_three_launches_of_a_cell_is_rewound(tmp_path: Path) -> None:
     """Cells with fewer launches also have one; the run's seed decides which."""
     folder = tmp_path / "reference"
     folder.mkdir()
-    (folder / "reference.json").write_text("{}")
+    write_cached(folder / "reference.json", "{}")
 
     def chosen(trial: int, launches: int, seed: int) -> bool:
         cell = Cell(strategy="ddp", workload="llama-nano")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from harness.cell.durable import write_atomically
 from harness.cell.errors import UsageError
 from harness.host.folders import (
     PREFIX,
@@ -22,7 +23,6 @@ from harness.host.folders import (
     keep_multiprocessing_files,
     remove_abandoned,
     scratch_folder,
-    write_atomically,
 )
 
 HOLDER = """

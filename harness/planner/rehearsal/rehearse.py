@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 import harness
 from harness.cell.cell import Cell
+from harness.cell.durable import read_cached, write_cached
 from harness.cell.errors import Refused, Unavailable, UsageError
 from harness.cell.training import Layout
 from harness.host.environment import version_of
@@ -27,7 +28,7 @@ from harness.seam.job import Job, Recompute
 from harness.seam.registry import validate
 from harness.workloads import Workload, make_workload
 from harness.workloads.recompute import recompute_blocks
-from harness.workloads.workload import cache_file, keep
+from harness.workloads.workload import cache_file
 
 if TYPE_CHECKING:
     from torch import nn
@@ -200,11 +201,11 @@ def rehearse(cell: Cell, ranks: Sequence[int] = (), every_block: bool = False) -
             )
     chosen = list(dict.fromkeys(ranks)) or default_ranks(layout)
     file = _cache_file(cell, strategy, workload, f"{chosen} {every_block}")
-    if file is not None and file.exists():
-        return Rehearsal(cell, TypeAdapter(tuple[RankMemory, ...]).validate_json(file.read_bytes()))
+    if file is not None and (text := read_cached(file)) is not None:
+        return Rehearsal(cell, TypeAdapter(tuple[RankMemory, ...]).validate_json(text))
     memory = tuple(_memory(cell, strategy, layout, workload, rank, every_block) for rank in chosen)
     if file is not None:
-        keep(file, json.dumps([asdict(rank) for rank in memory]))
+        write_cached(file, json.dumps([asdict(rank) for rank in memory]))
     return Rehearsal(cell, memory)
 
 
