@@ -33,15 +33,11 @@ from harness.planner.cluster.question import (
     enumerate_layouts,
 )
 from harness.planner.cluster.recipe import STATES
-from harness.planner.cluster.step_time import one_forward_one_backward, stage_seconds
 
+GIB = 2**30
 SLOW_LINK = 64e9
 """Bytes per second of PCIe 5.0, below which links within a node count as slow."""
 GOALS = ("throughput", "memory", "cost", "energy")
-REFINED = 256
-"""Number of best layouts whose pipelines are simulated."""
-MOST_STAGES, MOST_SIMULATED = 64, 128
-"""Maximum number of stages, and of micro-batches, of a simulated pipeline."""
 MOST_DEVICES = 2**16
 SURE = 0.9
 """Probability of fitting from which a layout counts as fitting, if memory is the goal."""
@@ -147,69 +143,36 @@ def plan(
         raise UsageError(_nothing_fits(question, result, calibration))
     rows = np.flatnonzero(~refused)
     order = rows[np.argsort(-result.score[rows], kind="stable")]
-    seconds = _refined(question, result, order[:REFINED], calibration)
     used = None
     if goal == "energy":
-        used = energy(question, result.time, seconds, result.half_width)
+        used = energy(question, result.time, result.seconds, result.half_width)
     if goal == "memory":
         fitting = order[result.fits[order] >= SURE]
         fitting = fitting if len(fitting) else order
         best = fitting[np.argsort(result.memory.demand[fitting], kind="stable")]
     else:
         # With a fixed device count, cost depends on time alone.
-        ranks = seconds if used is None else used[0]
+        ranks = result.seconds if used is None else used[0]
         columns = (ranks, result.fits, result.memory.demand, result.half_width)
         best = order[ranked(*(column[order] for column in columns))]
     return ClusterPlan(
         question,
         goal,
-        tuple(
-            _candidate(question, result, int(row), float(seconds[row]), price_per_hour, used)
-            for row in best[:top]
-        ),
+        tuple(_candidate(question, result, int(row), price_per_hour, used) for row in best[:top]),
         len(layouts),
         _reasons(result, np.flatnonzero(refused)),
     )
-
-
-def _refined(
-    question: ClusterQuestion, result: Predictions, rows: Ints, calibration: ClusterCalibration
-) -> Floats:
-    seconds = result.seconds.copy()
-    layouts = result.layouts
-    simulated = [
-        row for row in rows if 1 < layouts.pipeline[row] <= MOST_STAGES and layouts.chunks[row] == 1
-    ]
-    groups: dict[tuple[int, int], list[int]] = {}
-    for row in simulated:
-        stages = int(layouts.pipeline[row])
-        count = min(int(layouts.accumulation[row]), 2 * stages, MOST_SIMULATED)
-        groups.setdefault((stages, count), []).append(int(row))
-    for (_, count), members in groups.items():
-        part = np.array(members)
-        chosen = layouts.take(part)
-        constants = calibration.time_on(question.cluster.links)
-        times = stage_seconds(question, chosen, constants)
-        first = one_forward_one_backward(times / 3, times * 2 / 3, count)
-        rest = (chosen.accumulation - count) * times.max(axis=1)
-        closed = times.sum(axis=1) + (chosen.accumulation - 1) * times.max(axis=1)
-        factor = calibration.anchor.factor if calibration.anchor else 1.0
-        seconds[part] += factor * (first + rest - closed)
-    return seconds
 
 
 def _candidate(
     question: ClusterQuestion,
     result: Predictions,
     row: int,
-    seconds: float,
     price_per_hour: float | None,
     energies: tuple[Floats, Floats] | None,
 ) -> ClusterCandidate:
-    layout, memory = result.layouts[row], result.memory
+    layout, memory, seconds = result.layouts[row], result.memory, float(result.seconds[row])
     parts = {name: float(getattr(result.time, name)[row]) for name in PART_WORDS}
-    # The simulation changes only the waiting.
-    parts["bubble"] += float(seconds - result.seconds[row])
     wide = float(np.exp(result.half_width[row]))
     wide_memory = float(np.exp(result.memory_half_width[row]))
     reserved = float(memory.reserved[row])

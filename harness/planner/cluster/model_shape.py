@@ -266,12 +266,7 @@ class LayerStage:
 
 @functools.lru_cache(maxsize=4096)
 def stages(shape: ModelShape, pipeline: int) -> tuple[LayerStage, ...]:
-    return tuple(stage for stage, _ in numbered_stages(shape, pipeline))
-
-
-@functools.lru_cache(maxsize=4096)
-def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[LayerStage, list[int]], ...]:
-    """Returns the kinds of stages in a pipeline balanced by cost, and the indices of each.
+    """Returns the kinds of stages in a pipeline balanced by cost.
 
     Stages are filled in order. Cost is the number of parameters a token passes through (nanotron,
     `build_model` and `get_block_compute_costs`). Equal numbers of layers (Megatron-LM) are used if
@@ -298,7 +293,7 @@ def numbered_stages(shape: ModelShape, pipeline: int) -> tuple[tuple[LayerStage,
     for number, layers in enumerate(counts):
         kinds.setdefault((layers, number == 0, number == head_stage), []).append(number)
     return tuple(
-        (LayerStage(layers, embedding, has_head, numbers[0], len(numbers)), numbers)
+        LayerStage(layers, embedding, has_head, numbers[0], len(numbers))
         for (layers, embedding, has_head), numbers in kinds.items()
     )
 

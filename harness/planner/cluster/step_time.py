@@ -8,7 +8,7 @@ import numpy as np
 from harness.planner.cluster.calibration import Floats, Ints, TimeConstants
 from harness.planner.cluster.hardware import Cluster
 from harness.planner.cluster.layout_memory import owned_parameters, stage_parameters
-from harness.planner.cluster.model_shape import LayerStage, numbered_stages, padded_head, stages
+from harness.planner.cluster.model_shape import LayerStage, padded_head, stages
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayouts
 from harness.planner.cluster.recipe import STATES
 
@@ -402,68 +402,3 @@ def step_time(
         owned=owned,
         ahead=device**AHEAD_POWER / (device**AHEAD_POWER + layer.stalled**AHEAD_POWER),
     )
-
-
-def stage_seconds(question: ClusterQuestion, layouts: PlannedLayouts, c: TimeConstants) -> Floats:
-    """Returns each stage's seconds per micro-batch (shape [layouts, stages]).
-
-    Uses the same formulas as `step_time`. Pipelines must be equally long.
-    """
-    links = AxisBandwidths.of(question.cluster, layouts, c)
-    layer = _layer(question, layouts, links, c)
-    between = links.between_stages(question, layouts)
-    length = int(layouts.pipeline[0])
-    result = np.zeros((len(layouts), length))
-    rows = np.arange(len(layouts))
-    for stage, numbers in numbered_stages(question.shape, length):
-        computed, sent = layer.of_stage(stage, rows)
-        time = layer.occupied(stage, rows, computed + sent + between)
-        result[:, numbers] = time[:, None]
-    return result
-
-
-def one_forward_one_backward(forward: Floats, backward: Floats, micro_batches: int) -> Floats:
-    """Simulates 1F1B (PipeDream-2BW, arXiv 2006.09503); returns seconds per step (shape [layouts]).
-
-    `forward`, `backward`: seconds per micro-batch (shape [layouts, stages]). Stage s runs up to
-    `stages - s - 1` forwards, alternates, then runs the remaining backwards. Sending is free.
-    """
-    layouts, stages = forward.shape
-    ready_forward = np.full((layouts, stages + 1, micro_batches), -1.0)
-    ready_backward = np.full((layouts, stages + 1, micro_batches), -1.0)
-    ready_forward[:, 0, :] = 0.0
-    clock = np.zeros((layouts, stages))
-    orders = [_order(stage, stages, micro_batches) for stage in range(stages)]
-    places = [0] * stages
-    left = 2 * stages * micro_batches
-    while left:
-        before = left
-        for stage in range(stages):
-            while places[stage] < 2 * micro_batches:
-                is_forward, batch = orders[stage][places[stage]]
-                if is_forward:
-                    ready = ready_forward[:, stage, batch]
-                elif stage == stages - 1:
-                    ready = ready_forward[:, stages, batch]
-                else:
-                    ready = ready_backward[:, stage + 1, batch]
-                if ready[0] < 0:
-                    break
-                duration = forward[:, stage] if is_forward else backward[:, stage]
-                clock[:, stage] = np.maximum(clock[:, stage], ready) + duration
-                target = ready_forward[:, stage + 1] if is_forward else ready_backward[:, stage]
-                target[:, batch] = clock[:, stage]
-                places[stage] += 1
-                left -= 1
-        assert left < before, "1F1B cannot deadlock"
-    result: Floats = clock.max(axis=1)
-    return result
-
-
-def _order(stage: int, stages: int, micro_batches: int) -> list[tuple[bool, int]]:
-    """Returns a stage's passes as (whether forward, micro-batch)."""
-    first = min(stages - stage - 1, micro_batches)
-    order = [(True, batch) for batch in range(first)]
-    for batch in range(micro_batches - first):
-        order += [(True, first + batch), (False, batch)]
-    return order + [(False, batch) for batch in range(micro_batches - first, micro_batches)]
