@@ -58,6 +58,7 @@ lint: need
 bench: need
 	$(PY) -m pytest tests/benchmarks --benchmark-only --benchmark-disable-gc --benchmark-json results/bench.json $(ARGS)
 	if [ -n "$$BENCH_PLANNER_DATA" ]; then $(PY) -m docs.studies.planner_scores; fi
+	if [ -n "$$BENCH_CLUSTERS_DATA" ]; then $(PY) -m docs.studies.planner_widths; fi
 ## make campaign   injects FAULTS faults drawn with SEED; runs ROUNDS rounds of two writers and a reader, and FUZZ random inputs per parser
 campaign: need
 	FAULTS=$(FAULTS) SEED=$(SEED) $(PY) -m pytest -s tests/faults/test_campaign.py $(ARGS)

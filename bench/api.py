@@ -172,24 +172,29 @@ def plan(
     host_memory_bytes: int | None = None,
     layouts: Sequence[PlannedLayout] | None = None,
     rehearse: int = 0,
+    like: str | None = None,
 ) -> ClusterPlan:
     """Predicts the best layouts of a training on GPUs such as `64 x h100-80gb`; see `bench plan`.
 
-    `layouts`: layouts to consider, by default all. Raises UsageError.
+    `layouts`: layouts to consider, by default all. `like`: the program that trains. Raises
+    UsageError.
     """
     from harness.host.gpu_models import parse_gpus
     from harness.planner.cluster.cluster_plan import plan as predicted
     from harness.planner.cluster.hardware import cluster_of
     from harness.planner.cluster.hf_config import parse_shape
     from harness.planner.cluster.question import ClusterQuestion, PlannedLayouts
-    from harness.planner.cluster.recipe import precision_named
+    from harness.planner.cluster.recipe import PROGRAMS, named, precision_named
 
     if price is not None and not 0 < price <= MAX_PRICE:
         raise UsageError(f"price {price:g}: give a price above 0 and at most {MAX_PRICE:g}")
     count, gpu = parse_gpus(gpus)
     cluster = cluster_of(gpu.host_name, gpus_per_node, link, host_memory_bytes)
     recipe = precision_named(precision)
-    question = ClusterQuestion(parse_shape(model), cluster, sequence_length, batch, count, recipe)
+    program = named("program", like, PROGRAMS) if like else ""
+    question = ClusterQuestion(
+        parse_shape(model), cluster, sequence_length, batch, count, recipe, program
+    )
     constants = plan_constants(calibration, results, cluster)
     chosen = None if layouts is None else PlannedLayouts.of(layouts)
     answer = predicted(question, constants, goal, top, price, chosen)

@@ -70,6 +70,15 @@ Rehearse: TypeAlias = Annotated[
         " on fake tensors. Needs torch, and takes seconds for each.",
     ),
 ]
+LikeProgram: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--like",
+        help="Program that trains: nanotron, megatron, torchtitan, llm-foundry, fms-fsdp or"
+        " deepspeed. \\[default: torch's own code, with all layouts]",
+        show_default=False,
+    ),
+]
 
 
 def plan(
@@ -81,6 +90,7 @@ def plan(
     seq: Seq = 4096,
     batch: Batch = 256,
     precision: StatesPrecision = "bf16",
+    like: LikeProgram = None,
     goal: Goal = "throughput",
     price: Price = None,
     top: Top = 10,
@@ -110,6 +120,7 @@ def plan(
         sequence_length=seq,
         batch=batch,
         precision=precision,
+        like=like,
         goal=goal,
         price=price,
         top=top,
@@ -248,7 +259,7 @@ def _table(answer: ClusterPlan) -> Table:
     title = (
         f"{question.shape.name} on {question.devices} x {question.cluster.device},"
         f" {question.global_batch} sequences of {question.sequence_length} tokens a step,"
-        f" {question.precision};"
+        f" {question.precision}{question.like and f', like {question.like}'};"
         " predictions with their 80% intervals"
     )
     table = terminal.table(title, "layout", "step (s)", "tokens/s", "memory (GB)", "fits")

@@ -1,9 +1,9 @@
 """Derives the width of intervals for software and devices that the calibration never saw.
 
 `.venv/bin/python -m docs.studies.planner_widths` predicts runs that others published
-(published_runs.csv) with the built-in constants, none of which was fitted to them. It prints the
-figure `UNMEASURED` of the planner, and how many runs of each table are within intervals whose
-width follows from the other tables.
+(published_runs.csv) with the built-in constants, none of which was fitted to them, as `plan --like`
+does. It prints the figure `UNMEASURED` of the planner and each source's scores, or with `--data
+RUNS.csv` or BENCH_CLUSTERS_DATA those of a further table.
 
 Sources:
 
@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import pandas as pd
+import typer
 
 from harness.planner.cluster.calibration import LEVEL, Floats, load
 from harness.planner.cluster.hardware import cluster_of
@@ -32,6 +35,18 @@ from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, Pla
 from harness.planner.cluster.recipe import precision_named
 
 PUBLISHED = Path(__file__).with_name("published_runs.csv")
+PROGRAMS = {
+    "mpt": "llm-foundry",
+    "llm-foundry": "llm-foundry",
+    "megatron": "megatron",
+    "Megatron": "megatron",
+    "SimuMax": "megatron",
+    "torchtitan": "torchtitan",
+    "fms-fsdp": "fms-fsdp",
+}
+"""Programs by the start of a source's name."""
+WITHIN, UNLIKELY = 1.25, 0.2
+"""Factor of time that counts as close, and odds that no run should have had."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +55,16 @@ class PublishedRun:
     question: ClusterQuestion
     layout: PlannedLayout
     seconds: float
+    allocated_bytes: float
+    """Peak of the tensors; NaN if the source does not give it."""
 
 
-def published_runs() -> Iterator[PublishedRun]:
-    for row in csv.DictReader(PUBLISHED.read_text(encoding="utf-8").splitlines()):
-        names = ("data", "pipeline", "tensor", "zero", "micro_batch", "accumulation", "recompute")
+def published_runs(file: Path = PUBLISHED) -> Iterator[PublishedRun]:
+    for row in csv.DictReader(file.read_text(encoding="utf-8").splitlines()):
         layout = PlannedLayout(
-            **{name: int(row[name]) for name in (*names, "chunks", "whole_gradients")}
+            **{f.name: int(row[f.name]) for f in fields(PlannedLayout) if f.name in row}
         )
+        program = [name for start, name in PROGRAMS.items() if row["source"].startswith(start)]
         question = ClusterQuestion(
             parse_shape(row["model"]),
             cluster_of(row["device"], int(row["per_node"]), row["link"]),
@@ -55,8 +72,41 @@ def published_runs() -> Iterator[PublishedRun]:
             layout.data * layout.micro_batch * layout.accumulation,
             layout.devices,
             precision_named(row["precision"]),
+            *program,
         )
-        yield PublishedRun(row["source"], question, layout, float(row["seconds"]))
+        peak = float(row.get("peak_gib") or "nan") * 2**30
+        yield PublishedRun(row["source"], question, layout, float(row["seconds"]), peak)
+
+
+def scores(file: Path) -> pd.DataFrame:
+    """Returns each source's number of runs, errors, and shares of runs that are predicted well."""
+    rows, constants = [], load()
+    for run in published_runs(file):
+        found = predict(run.question, PlannedLayouts.of([run.layout]), constants)
+        log = float(np.log(run.seconds / found.seconds[0]))
+        of_memory = float(np.log(run.allocated_bytes / found.memory.allocated[0]))
+        rows.append(
+            {
+                "source": run.source,
+                "time": abs(np.expm1(log)),
+                "bias": -log,
+                "within 1.25": abs(log) < np.log(WITHIN),
+                "in interval": -found.half_width[0] <= log <= found.upper[0],
+                "memory": abs(np.expm1(of_memory)),
+                "memory in interval": np.nan
+                if np.isnan(of_memory)
+                else float(abs(of_memory) <= found.memory_half_width[0]),
+                "wrong odds": float(found.fits[0] < UNLIKELY),
+            }
+        )
+    table = pd.DataFrame(rows)
+    both = pd.concat([table, table.assign(source="all")]).groupby("source", sort=False)
+    medians = both[["time", "bias", "memory"]].median()
+    shares = both[["within 1.25", "in interval", "memory in interval"]].mean()
+    counts = (
+        both["wrong odds"].agg(["count", "sum"]).rename(columns={"count": "runs", "sum": "odds"})
+    )
+    return pd.concat([counts, medians, shares], axis=1)
 
 
 @dataclass(frozen=True)
@@ -110,15 +160,15 @@ def published_errors() -> PublishedErrors:
     return PublishedErrors(sources, np.array(errors), np.array(kinds), np.array(within))
 
 
-def main() -> None:
-    errors = published_errors()
-    print(f"UNMEASURED = {errors.widest():.2f}")
-    for source in dict.fromkeys(errors.sources):
-        rows = np.array([one == source for one in errors.sources])
-        median = float(np.median(np.abs(np.expm1(errors.errors[rows]))))
-        held = errors.covered(source, errors.width(source))
-        print(f"{source}: {rows.sum()} runs, median error {median:.0%}, {held:.0%} in intervals")
+def main(
+    data: Annotated[
+        Path | None, typer.Option(envvar="BENCH_CLUSTERS_DATA", help="Table to score.")
+    ] = None,
+) -> None:
+    if not data:
+        print(f"UNMEASURED = {published_errors().widest():.2f}")
+    print(scores(data or PUBLISHED).round(3).to_string())
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

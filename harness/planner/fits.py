@@ -9,7 +9,14 @@ from typing import Literal
 from harness.cell.errors import UsageError
 from harness.host.gpu_models import TERA, GpuModel
 from harness.planner.cluster.anchor import USUAL_FACTOR, Anchor
-from harness.planner.cluster.device_rates import USUAL_SHARE, best_products, inside_node
+from harness.planner.cluster.device_rates import (
+    HOPPER,
+    USUAL_SHARE,
+    WIRE_SHARE,
+    best_products,
+    bytes_per_second,
+    inside_node,
+)
 from harness.planner.cluster.footprint import (
     MOST_CERTAIN,
     footprint,
@@ -325,8 +332,6 @@ in fused attention."""
 LONG_FROM, LONG_SHARE = 4096, 0.6
 """Sequence from which attention's share of the peak grows, and its largest share, which QLoRA of
 Llama 2 7B reaches on an A100 with 16,384 and 32,768 tokens (LLaMA-Factory's wiki, 2024)."""
-HOPPER = 600 * TERA
-"""Operations per second that only Hopper and later GPUs reach in bf16."""
 AGAIN = {"none": 0.0, "selective": 0.1, "selective-op": 0.4, "half": 0.5, "full": 1.0}
 """Share of forward that backward repeats, by kind of recomputation."""
 COMPILED = 3.0

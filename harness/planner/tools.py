@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, get_args, get_type_hints
 import yaml
 
 from harness.cell.errors import UsageError
-from harness.planner.cluster.recipe import ALL_LINEAR, OPTIMIZERS, Recipe
+from harness.planner.cluster.recipe import ALL_LINEAR, OPTIMIZERS, Recipe, named, plain
 from harness.planner.fits import Method
 
 DERIVED = ("adapter", "gpus")
@@ -37,24 +37,13 @@ def _table() -> dict[str, Row]:
     return table
 
 
-def _plain(name: object) -> str:
-    return re.sub(r"[^a-z0-9]", "", str(name).lower())
-
-
 def tool_names() -> tuple[str, ...]:
     return tuple(_table()["tools"])
 
 
 def tool_fields(tool: str, method: str) -> dict[str, str]:
     """Returns what a tool does by default with a method; raises UsageError for an unknown tool."""
-    found = [name for name in tool_names() if _plain(name) == _plain(tool)]
-    if not found:
-        near = difflib.get_close_matches(tool.lower(), tool_names(), 1)
-        raise UsageError(
-            f"tool {tool!r} is unknown{f'; did you mean {near[0]}?' if near else ''};"
-            f" give one of {', '.join(tool_names())}"
-        )
-    parts = _table()["tools"][found[0]]
+    parts = _table()["tools"][named("tool", tool, tool_names())]
     of_method = parts.get("full" if method == "full" else "adapter", {})
     return {name: str(value).lower() for name, value in {**parts["all"], **of_method}.items()}
 
@@ -122,29 +111,29 @@ def _arguments(text: str) -> Iterator[tuple[str, object]]:
 
 def field_named(name: str) -> str:
     """Returns the field that a name, or a tool's key, stands for; raises UsageError if unknown."""
-    plain = name.strip().lower().replace("-", "_")
+    key = name.strip().lower().replace("-", "_")
     for field in FIELDS:
-        if plain == field or plain in _table()["keys"].get(field, ()):
+        if key == field or key in _table()["keys"].get(field, ()):
             return field
-    near = difflib.get_close_matches(plain, FIELDS, 1)
+    near = difflib.get_close_matches(key, FIELDS, 1)
     hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(FIELDS)}"
     raise UsageError(f"unknown field {name!r}; {hint}")
 
 
 def parsed(field: str, text: str) -> object:
     """Returns a field's value from what a person or a tool calls it; raises UsageError."""
-    value = str(_table()["values"].get(field, {}).get(_plain(text), text))
+    value = str(_table()["values"].get(field, {}).get(plain(text), text))
     if field == "targets":
         return _targets(value)
     kind = FIELDS[field]
     if kind is int:
         return whole(field, value)
     if kind is bool:
-        if _plain(value) in ("true", "yes", "on", "1", "false", "no", "off", "0"):
-            return _plain(value) in ("true", "yes", "on", "1")
+        if plain(value) in ("true", "yes", "on", "1", "false", "no", "off", "0"):
+            return plain(value) in ("true", "yes", "on", "1")
         raise UsageError(f"{field} {text!r}: give yes or no")
     choices = [*OPTIMIZERS] if field == "optimizer" else _choices(kind)
-    found = [name for name in choices if _plain(name) == _plain(value)]
+    found = [name for name in choices if plain(name) == plain(value)]
     if choices and not found:
         raise UsageError(f"{field} {text!r}: give one of {', '.join(choices)}")
     return found[0] if found else value
@@ -171,11 +160,10 @@ def whole(field: str, text: object, most: int = 10**6) -> int:
 def _targets(text: str) -> tuple[str, ...]:
     if text == "all":
         return ALL_LINEAR
-    named = {"output": "o", "wo": "o", "w1": "gate", "w2": "down", "w3": "up", "query": "q"}
-    plain = [
-        re.sub(r".*\.|_proj$|^lora_", "", name) for name in re.findall(r"[\w.]+", text.lower())
-    ]
-    matrices = [named.get(name, name) for name in plain]
+    usual = {"output": "o", "wo": "o", "w1": "gate", "w2": "down", "w3": "up", "query": "q"}
+    parts = re.findall(r"[\w.]+", text.lower())
+    short = [re.sub(r".*\.|_proj$|^lora_", "", part) for part in parts]
+    matrices = [usual.get(name, name) for name in short]
     if unknown := [name for name in matrices if name not in ALL_LINEAR]:
         raise UsageError(
             f"targets {text!r}: {unknown[0]!r} is neither all nor one of {', '.join(ALL_LINEAR)}"

@@ -13,12 +13,13 @@ from harness.planner.cluster.hardware import cluster_of
 from harness.planner.cluster.hf_config import parse_shape
 from harness.planner.cluster.prediction import NEW_DEVICE, predict
 from harness.planner.cluster.question import (
+    AXES,
     ClusterQuestion,
     PlannedLayout,
     PlannedLayouts,
     enumerate_layouts,
 )
-from harness.planner.cluster.recipe import RECOMPUTE
+from harness.planner.cluster.recipe import PROGRAMS, RECOMPUTE
 
 CALIBRATION = load()
 
@@ -59,6 +60,63 @@ def test_only_nanotron_keeps_a_second_copy_of_gradients() -> None:
     )
     copy = CALIBRATION.memory.bucket * question.shape.parameters / 2
     assert nanotron.memory.demand - other.memory.demand == pytest.approx(copy, rel=0.01)
+
+
+def test_nanotron_by_name_keeps_its_second_copy_on_all_links() -> None:
+    question = question_of("playbook-3b", 16, 64)
+    layouts = PlannedLayouts.of([PlannedLayout(data=8, tensor=2, zero=1, accumulation=8)])
+    other, nanotron = (
+        predict(dataclasses.replace(question, like=like), layouts, CALIBRATION).memory.demand
+        for like in ("megatron", "nanotron")
+    )
+    copy = CALIBRATION.memory.bucket * question.shape.parameters / 2
+    assert nanotron - other == pytest.approx(copy, rel=0.01)
+
+
+@pytest.mark.parametrize("like", [name for name in PROGRAMS if name])
+def test_only_layouts_of_the_program_are_considered(like: str) -> None:
+    program = PROGRAMS[like]
+    question = dataclasses.replace(question_of("mixtral-8x7b", 16, 64), like=like)
+    layouts = enumerate_layouts(question)
+    assert {*layouts.zero.tolist()} <= {*program.zero}
+    used = {name for name in AXES[1:] if (getattr(layouts, name) > 1).any()}
+    used |= {"chunks"} & {*program.offers} if (layouts.chunks > 1).any() else set()
+    used |= {"offload"} if layouts.offload.any() else set()
+    assert used == {*program.offers}
+    assert not (program.synchronised and layouts.whole_gradients.any())
+
+
+def test_a_program_that_writes_gradients_over_logits_needs_less() -> None:
+    """llm-foundry trained 760M parameters with 12 x 2048 tokens on each A100-40 (its published
+    benchmarks)."""
+    shape = "layers=24,hidden=1536,heads=12,feed_forward=6144,vocabulary=50368,gated=0,tied=1"
+    cluster = cluster_of("a100-40gb", 8, "nvlink,200gbit")
+    question = ClusterQuestion(parse_shape(shape), cluster, 2048, 96, 8, "pure-bf16")
+    layouts = PlannedLayouts.of([PlannedLayout(data=8, zero=3, micro_batch=12)])
+    plain, same = (
+        predict(dataclasses.replace(question, like=like), layouts, CALIBRATION).fits[0]
+        for like in ("", "llm-foundry")
+    )
+    assert plain < 0.2
+    assert same > 0.5
+
+
+def test_experts_that_span_nodes_exchange_over_the_network() -> None:
+    """GPT-OSS 120B took 10.18 s on 64 B200 with experts over all of them (Megatron-Bridge)."""
+    shape = (
+        "layers=36,hidden=2880,heads=64,kv_heads=8,head_size=64,feed_forward=2880,"
+        "vocabulary=201088,experts=128,experts_per_token=4"
+    )
+    question = dataclasses.replace(question_of(shape, 64, 1280, "b200-180gb"), like="megatron")
+    layouts = PlannedLayouts.of(
+        [
+            PlannedLayout(data=64, expert=expert, zero=1, micro_batch=4, accumulation=5)
+            for expert in (8, 64)
+        ]
+    )
+    inside, across = predict(question, layouts, CALIBRATION).seconds
+    assert inside < 6
+    assert across == pytest.approx(10.18, rel=0.2)
 
 
 def test_devices_without_measured_runs_have_wider_intervals() -> None:

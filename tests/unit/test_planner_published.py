@@ -4,11 +4,13 @@ the calibration has not seen; docs/studies/planner-accuracy.md lists the errors.
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from docs.studies.planner_widths import published_errors, published_runs
+from docs.studies.planner_widths import published_errors, published_runs, scores
 from harness.planner.cluster.calibration import load
 from harness.planner.cluster.hardware import cluster_of
 from harness.planner.cluster.hf_config import parse_shape
@@ -17,6 +19,7 @@ from harness.planner.cluster.prediction import UNMEASURED, predict
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
 
 CALIBRATION = load()
+CLUSTERS = os.environ.get("BENCH_CLUSTERS_DATA", "")
 
 
 def errors_of(source: str) -> list[float]:
@@ -51,6 +54,17 @@ def test_the_width_for_unmeasured_kinds_follows_from_published_runs() -> None:
     assert errors.widest() == pytest.approx(UNMEASURED, abs=0.006)
     covered = [errors.covered(source, UNMEASURED) for source in errors.sources]
     assert 0.75 <= np.mean(covered) <= 0.95
+
+
+@pytest.mark.skipif(not CLUSTERS, reason="set BENCH_CLUSTERS_DATA to a table of cluster runs")
+def test_published_layouts_of_programs_are_predicted() -> None:
+    """Mixtures that Megatron-Bridge trained need less memory than is counted."""
+    found = scores(Path(CLUSTERS))
+    assert found.odds["all"] == found.odds[[name.endswith("MoE") for name in found.index]].sum()
+    assert found.memory["all"] < 0.1
+    assert found["within 1.25"]["all"] > 0.7
+    assert found["in interval"]["all"] > 0.8
+    assert found["in interval"]["SimuMax B200"] > 0.7
 
 
 LLAMA_405B = """

@@ -12,6 +12,7 @@ from scipy.special import ndtr, ndtri
 from harness.cell.errors import UsageError, first_error
 from harness.cell.yaml_text import parse_yaml
 from harness.planner.cluster.anchor import Anchor
+from harness.planner.cluster.recipe import PROGRAMS
 
 DEFAULT = Path(__file__).parents[1].joinpath("calibration.yaml")
 Ints = NDArray[np.int64]
@@ -296,14 +297,26 @@ class ClusterCalibration:
     anchor: Anchor | None = None
     """Correction by the user's own runs. None if there are none."""
 
-    def time_on(self, links: str) -> TimeConstants:
-        """Returns the step-time constants; `pipeline_stall` is 0 on unmeasured links."""
-        return self.time if links == self.links else replace(self.time, pipeline_stall=0.0)
+    def is_of(self, like: str, links: str) -> bool:
+        """Returns whether the calibrated runs were made by a program; without a name, whether they
+        were made on these links."""
+        return PROGRAMS[like].calibrated if like else links == self.links
 
-    def memory_on(self, links: str) -> MemoryConstants:
+    def time_on(self, like: str, links: str, hopper: bool) -> TimeConstants:
+        """Returns the step-time constants of a program; `pipeline_stall` is 0 if it did not make
+        the calibrated runs."""
+        program = PROGRAMS[like]
+        factors = {**program.time, **(program.hopper if hopper else {})}
+        if not self.is_of(like, links):
+            factors["pipeline_stall"] = 0.0
+        return replace(
+            self.time, **{name: value * getattr(self.time, name) for name, value in factors.items()}
+        )
+
+    def memory_on(self, like: str, links: str) -> MemoryConstants:
         """Returns the memory constants. Only nanotron, which made the calibrated runs, keeps a
         second copy of gradients."""
-        return self.memory if links == self.links else replace(self.memory, bucket=0.0)
+        return self.memory if self.is_of(like, links) else replace(self.memory, bucket=0.0)
 
 
 def calibration_file(given: str | Path | None) -> Path:

@@ -8,8 +8,10 @@ import yaml
 from pydantic import TypeAdapter
 
 from harness.cell.errors import UsageError
-from harness.host.gpu_models import GpuModel
+from harness.host.gpu_models import TERA, GpuModel
 
+HOPPER = 600 * TERA
+"""Operations per second that only Hopper and later GPUs reach in bf16."""
 USUAL_SHARE = 0.8
 """Share of peak assumed for an unmeasured device's best matrix product."""
 REDUCE_SHARE, GATHER_SHARE = 0.9, 0.55
@@ -18,6 +20,9 @@ REDUCE_SHARE, GATHER_SHARE = 0.9, 0.55
 All-reduce: between 436 of 450 GB/s on H100 nodes (Ultra-Scale Playbook) and 230 to 240 of 300 on
 A100 nodes. Gathers: 250 of 450 on H100 nodes (same source).
 """
+WIRE_SHARE = 0.73
+"""Share of the rate between nodes that a large all-reduce reaches: 36.5 of 50 GB/s on 4 nodes of 8
+B200 (S. Bekman, Machine Learning Engineering, networks, 2026)."""
 FABRIC_SHARE = 0.75
 """Maximum share of Infinity Fabric's rate that RCCL reaches (ROCm/rccl, issue 1210)."""
 PCIE_BYTES_PER_SECOND = {"pcie": 12e9, "pcie-p2p": 24e9}

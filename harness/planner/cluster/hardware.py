@@ -13,7 +13,9 @@ from harness.cell.errors import UsageError
 from harness.host.gpu_models import TERA, GpuModel, gpu_named
 from harness.planner.cluster.calibration import Floats, Ints
 from harness.planner.cluster.device_rates import (
+    HOPPER,
     USUAL_SHARE,
+    WIRE_SHARE,
     best_products,
     bytes_per_second,
     inside_node,
@@ -24,9 +26,6 @@ GIGA = 1e9
 HOST_MEMORY_SHARE = 2.0
 """Host memory relative to the memory of a node's devices. The factor is assumed; DGX A100 and H100
 have 3."""
-WIRE_SHARE = 0.73
-"""Share of the rate between nodes that a large all-reduce reaches: 36.5 of 50 GB/s on 4 nodes of 8
-B200 (S. Bekman, Machine Learning Engineering, networks, 2026)."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,11 @@ class Cluster:
     @property
     def host_memory_assumed(self) -> bool:
         return self.host_memory_bytes == HOST_MEMORY_SHARE * self.memory_bytes * self.per_node
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether the devices are as fast as Hopper or later GPUs."""
+        return self.flops_per_second >= HOPPER
 
     @property
     def is_one_node(self) -> bool:

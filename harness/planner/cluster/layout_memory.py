@@ -8,13 +8,14 @@ import numpy as np
 
 from harness.planner.cluster.calibration import Bools, Floats, Ints, MemoryConstants
 from harness.planner.cluster.footprint import WORKSPACE_BYTES, footprint, spread
-from harness.planner.cluster.hardware import Cluster
+from harness.planner.cluster.hardware import GIGA, Cluster
 from harness.planner.cluster.model_shape import LayerStage, ModelShape, stages
-from harness.planner.cluster.question import PlannedLayout, PlannedLayouts
+from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
 from harness.planner.cluster.recipe import (
     RECOMPUTE,
     STATES,
     Library,
+    Loss,
     Precision,
     Recipe,
     StateBytes,
@@ -22,7 +23,6 @@ from harness.planner.cluster.recipe import (
 
 UNGATED = 0.5
 """Feed-forward tensors of an ungated layer relative to a gated one: two of four."""
-GIGA = 1e9
 CODE_SPREAD = 0.06
 """Standard deviation of log peak memory for unknown layer code; libraries differ by up to 17%."""
 
@@ -223,7 +223,11 @@ def memory(
 
 
 def recipe_of(
-    layout: PlannedLayout, sequence: int, precision: Precision, library: Library = "native"
+    layout: PlannedLayout,
+    sequence: int,
+    precision: Precision,
+    library: Library = "native",
+    loss: Loss | None = None,
 ) -> Recipe:
     """Returns the recipe of FSDP2, or of one device, for a layout, with `library`'s layers."""
     shards = layout.data * layout.context
@@ -239,6 +243,7 @@ def recipe_of(
         tensor=layout.tensor,
         expert=layout.expert,
         library=library,
+        loss=loss,
     )
 
 
@@ -251,13 +256,8 @@ class NativeMemory:
     spread: Floats
 
 
-def native_memory(
-    shape: ModelShape,
-    sequence: int,
-    cluster: Cluster,
-    layouts: PlannedLayouts,
-    precision: Precision,
-) -> NativeMemory:
+def native_memory(question: ClusterQuestion, layouts: PlannedLayouts) -> NativeMemory:
+    shape, program = question.shape, question.program
     rows = np.flatnonzero(layouts.native)
     part = layouts.take(rows)
     # Accumulation beyond 2 changes nothing, so fewer recipes need counting.
@@ -265,14 +265,20 @@ def native_memory(
     first, places = _different_recipes(part)
     figures = []
     for row in first:
-        recipe = recipe_of(part[int(row)], sequence, precision)
+        recipe = recipe_of(
+            part[int(row)],
+            question.sequence_length,
+            question.precision,
+            program.library,
+            program.loss,
+        )
         found = footprint(shape, recipe)
         deviation = math.hypot(spread(shape, recipe), CODE_SPREAD)
         states = found.resident - WORKSPACE_BYTES + found.gradients
         work = min(WORKSPACE_BYTES + found.gathered, found.peak - states)
         figures.append((states, found.peak - states - work, work, found.demand, deviation))
     totals = np.array(figures, float).reshape(-1, 5)[places].T
-    reserved = np.minimum(totals[3], cluster.memory_bytes)
+    reserved = np.minimum(totals[3], question.cluster.memory_bytes)
     none = np.zeros(len(rows))
     memory = LayoutMemory(totals[0], totals[1], none, totals[2], totals[3], reserved)
     return NativeMemory(rows, memory, totals[4])

@@ -130,9 +130,10 @@ def predict(
     """Predicts every layout; `first_stage_only` selects the memory of rank 0, as measured."""
     shape, cluster, spread = question.shape, question.cluster, calibration.spread
     anchor = calibration.anchor
-    time = step_time(question, layouts, calibration.time_on(cluster.links))
+    constants = calibration.time_on(question.like, cluster.links, cluster.is_hopper)
+    time = step_time(question, layouts, constants)
     time = time.scaled(anchor.factor) if anchor else time
-    native = native_memory(shape, question.sequence_length, cluster, layouts, question.precision)
+    native = native_memory(question, layouts)
 
     def needs(first_stage: bool) -> LayoutMemory:
         counted = memory(
@@ -140,7 +141,7 @@ def predict(
             question.sequence_length,
             cluster,
             layouts,
-            calibration.memory_on(cluster.links),
+            calibration.memory_on(question.like, cluster.links),
             time.ahead,
             first_stage,
             question.precision,
@@ -153,7 +154,7 @@ def predict(
     filled = np.array([empty_stages(shape, int(count)) == 0 for count in counts])[places]
     # nanotron's 1F1B needs a micro-batch for each stage after the first; Megatron-LM fewer.
     fed = layouts.accumulation >= layouts.pipeline - 1
-    fed |= cluster.links != calibration.links
+    fed |= not calibration.is_of(question.like, cluster.links)
     stored = offload_fits(cluster, layouts, time.owned, STATES[question.precision])
     nodes = np.maximum(1, -(-layouts.devices // cluster.per_node))
     larger = calibration.range.model_beyond(shape.parameters)
@@ -232,7 +233,7 @@ def unmeasured_kinds(
 ) -> dict[str, Bools]:
     """Returns by kind of difference which layouts differ from all calibrated runs."""
     cluster, shape = question.cluster, question.shape
-    seen = cluster.links == calibration.links
+    seen = calibration.is_of(question.like, cluster.links) and cluster.links == calibration.links
     return {
         "cluster": np.full(len(layouts), not seen),
         "precision": np.full(len(layouts), question.precision != "bf16"),

@@ -11,7 +11,7 @@ from harness.cell.errors import UsageError
 from harness.planner.cluster.calibration import Bools, Floats, Ints
 from harness.planner.cluster.hardware import Cluster
 from harness.planner.cluster.model_shape import ModelShape, empty_stages
-from harness.planner.cluster.recipe import RECOMPUTE, Precision
+from harness.planner.cluster.recipe import PROGRAMS, RECOMPUTE, Precision, Program
 
 MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}
 """Maximum values, to catch mistakes and 64-bit overflow."""
@@ -145,6 +145,12 @@ class ClusterQuestion:
     """Sequences per step."""
     devices: int
     precision: Precision = "bf16"
+    like: str = ""
+    """Name of the program in PROGRAMS that trains; empty for torch's own code."""
+
+    @property
+    def program(self) -> Program:
+        return PROGRAMS[self.like]
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -183,6 +189,7 @@ def divisors(number: int) -> list[int]:
 
 def _axes(question: ClusterQuestion) -> list[tuple[int, int, int, int]]:
     shape, devices = question.shape, question.devices
+    offered = {"data", *question.program.offers}
     most = question.cluster.per_node * MOST_TENSOR_NODES
     result = []
     for tensor in divisors(devices):
@@ -200,20 +207,23 @@ def _axes(question: ClusterQuestion) -> list[tuple[int, int, int, int]]:
                 if context > 1 and question.sequence_length // context < LEAST_TOKENS:
                     continue
                 data = devices // tensor // pipeline // context
-                result.append((data, pipeline, tensor, context))
+                sizes = data, pipeline, tensor, context
+                if {axis for axis, size in zip(AXES, sizes, strict=False) if size > 1} <= offered:
+                    result.append(sizes)
     return result
 
 
-def _sharding(data: int, pipeline: int, context: int) -> list[tuple[int, int]]:
-    """Returns pairs of ZeRO stage and offload that libraries offer.
+def _sharding(program: Program, data: int, pipeline: int, context: int) -> list[tuple[int, int]]:
+    """Returns pairs of ZeRO stage and offload that a program offers.
 
     Stages 2 and 3 shard gradients in every micro-batch; DeepSpeed refuses them in pipelines.
     Parameters are offloaded only with stage 3 or on one device.
     """
     shards = data * context
     stages = [0] if shards == 1 else [0, 1] if pipeline > 1 else [0, 1, 2, 3]
+    stages = [zero for zero in stages if shards == 1 or zero in program.zero]
     pairs = [(zero, 0) for zero in stages]
-    if pipeline == 1:
+    if pipeline == 1 and "offload" in program.offers:
         pairs += [(zero, 1) for zero in stages if zero or shards == 1]
         pairs += [(zero, level) for zero in stages for level in (2, 3) if zero == 3 or shards == 1]
     return pairs
@@ -222,7 +232,7 @@ def _sharding(data: int, pipeline: int, context: int) -> list[tuple[int, int]]:
 def enumerate_layouts(question: ClusterQuestion) -> PlannedLayouts:
     """Returns every evenly divided layout. If there is none, raises UsageError with the nearest
     divisible batch."""
-    shape = question.shape
+    shape, program = question.shape, question.program
     columns: list[tuple[int, ...]] = []
     axes = _axes(question)
     for data, pipeline, tensor, context in axes:
@@ -231,14 +241,16 @@ def enumerate_layouts(question: ClusterQuestion) -> PlannedLayouts:
         per_rank = question.global_batch // data
         sizes = [size for size in divisors(per_rank) if size <= MOST_MICRO_BATCH]
         experts = [
-            expert for expert in divisors(data) if shape.experts > 1 and shape.experts % expert == 0
+            expert
+            for expert in divisors(data)
+            if shape.experts % expert == 0 and (expert == 1 or "expert" in program.offers)
         ] or [1]
         chunks = [1]
-        if pipeline > 1:
+        if pipeline > 1 and "chunks" in program.offers:
             chunks += [c for c in (2, 4) if shape.layers % (pipeline * c) == 0]
         for expert, (zero, off), size, again, chunk, whole in itertools.product(
             experts,
-            _sharding(data, pipeline, context),
+            _sharding(program, data, pipeline, context),
             sizes,
             range(len(RECOMPUTE)),
             chunks,
@@ -248,7 +260,7 @@ def enumerate_layouts(question: ClusterQuestion) -> PlannedLayouts:
             native = (zero >= 2 or data * pipeline * tensor * context == 1) and not off
             if (RECOMPUTE[again] == "selective-op" or whole) and not native:
                 continue
-            if whole and (zero < 2 or steps == 1):
+            if whole and (zero < 2 or steps == 1 or program.synchronised):
                 continue
             if question.precision == "pure-bf16-fused" and steps > 1:
                 continue

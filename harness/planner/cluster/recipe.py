@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
+from pydantic import TypeAdapter
 
 from harness.cell.errors import UsageError
 from harness.planner.cluster.model_shape import ModelShape
@@ -36,6 +40,48 @@ SOFTWARE: dict[str, dict[str, Any]] = yaml.safe_load(
 )
 """Tables of software: bytes per logit, optimizers, and spreads of unmeasured setups."""
 OPTIMIZERS: dict[str, tuple[float, float]] = SOFTWARE["optimizers"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that trains layouts, described by how it differs from torch's own code."""
+
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    """Stages of ZeRO that it has."""
+    offers: tuple[str, ...] = ("pipeline", "tensor", "context", "expert", "chunks", "offload")
+    """What it can combine with data parallelism."""
+    library: Library = "native"
+    loss: Loss | None = None
+    """Code of the loss. None means the library's."""
+    synchronised: bool = False
+    """Whether every micro-batch reduces gradients with ZeRO 2 and 3."""
+    calibrated: bool = False
+    """Whether the built-in calibration was fitted to it."""
+    time: Mapping[str, float] = field(default_factory=dict)
+    """Factors of the step time's constants."""
+    hopper: Mapping[str, float] = field(default_factory=dict)
+    """Further factors on Hopper and later GPUs."""
+
+
+PROGRAMS = TypeAdapter(dict[str, Program]).validate_python(SOFTWARE["programs"])
+"""Programs by name. The empty name stands for torch's own code."""
+
+
+def plain(name: object) -> str:
+    """Returns the letters and digits of a name, in lower case."""
+    return re.sub(r"[^a-z0-9]", "", str(name).lower())
+
+
+def named(what: str, text: str, names: Iterable[str]) -> str:
+    """Returns which name is meant, without regard to capitals and hyphens. Raises UsageError, which
+    names the nearest, if it is unknown."""
+    by_plain = {plain(name): name for name in names if name}
+    if found := by_plain.get(plain(text)):
+        return found
+    near = difflib.get_close_matches(plain(text), by_plain, 1)
+    hint = f"; did you mean {by_plain[near[0]]}?" if near else ""
+    names = ", ".join(by_plain.values())
+    raise UsageError(f"{what} {text!r} is unknown{hint}; give one of {names}")
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ class AxisBandwidths:
     gather: Floats
     """Bandwidth of all-gather and reduce-scatter on the data axis."""
     stage: Floats
+    exchange: Floats
+    """Bandwidth of all-to-alls among the ranks that share experts."""
 
     @classmethod
     def of(cls, cluster: Cluster, layouts: PlannedLayouts, c: TimeConstants) -> AxisBandwidths:
@@ -67,7 +69,15 @@ class AxisBandwidths:
         pair = cluster.bandwidth(inside, ones, 2 * ones)
         wire = cluster.wire_bytes_per_second or inside
         stage = np.where(nodes > 1, np.minimum(pair, wire), pair)
-        return cls(nodes, tensor_nodes, data_nodes, tensor, reduce, gather, stage)
+        # Each rank sends to every other one, so nodes cannot gather first.
+        expert_nodes = -(-(layouts.expert * layouts.context * layouts.tensor) // per_node)
+        crossing = np.maximum(ones, expert_nodes - 1)
+        exchange = np.where(
+            expert_nodes > 1,
+            np.minimum(pair, wire * expert_nodes / crossing),
+            cluster.bandwidth(inside, ones, np.minimum(layouts.expert, per_node)),
+        )
+        return cls(nodes, tensor_nodes, data_nodes, tensor, reduce, gather, stage, exchange)
 
     def between_stages(self, question: ClusterQuestion, layouts: PlannedLayouts) -> Floats:
         """Returns seconds to send a micro-batch's activations forward and gradients back.
@@ -114,7 +124,7 @@ class AxisBandwidths:
         # Two all-to-alls in forward and two in backward.
         expert = layouts.expert.astype(float)
         moved = 4.0 * shape.experts_per_token * hidden / tensor * (expert - 1) / expert
-        result: Floats = seconds + moved / self.gather
+        result: Floats = seconds + moved / self.exchange
         return result
 
     def data_axis(
