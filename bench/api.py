@@ -275,7 +275,7 @@ def fit_question(
     the file before the tool's defaults. Raises UsageError."""
     from harness.host.gpu_models import parse_gpus
     from harness.planner.cluster.hf_config import parse_shape
-    from harness.planner.fits import FitQuestion, link_bytes_per_second
+    from harness.planner.fits import PER_NODE, FitQuestion, link_bytes_per_second
     from harness.planner.tools import config_fields, field_named, parsed, tool_fields
 
     stated = config_fields(Path(config)) if config else {}
@@ -290,12 +290,12 @@ def fit_question(
     if values.get("offload"):
         values.setdefault("sharding", "full")
     count, gpu = parse_gpus(gpus)
-    if count > 8:
-        raise UsageError(
-            f"gpus {gpus!r}: give at most 8 GPUs of one node; for more, use python -m bench plan"
-        )
+    if count > PER_NODE and count % PER_NODE:
+        raise UsageError(f"gpus {gpus!r}: more than {PER_NODE} must fill nodes of {PER_NODE}")
     bandwidth = link_bytes_per_second(gpu, link)
     shape, asked = parse_shape(str(values.pop("model"))), {n: values.pop(n) for n in USUAL}
+    if values.get("library") == "litgpt":
+        shape = dataclasses.replace(shape, tied=False)
     question = FitQuestion(
         shape,
         gpu,
@@ -306,6 +306,6 @@ def fit_question(
     )
     if results is None:
         return question
-    from harness.planner.own_runs import fit_anchor
+    from harness.planner.own_runs import with_own_runs
 
-    return dataclasses.replace(question, anchor=fit_anchor(Path(results), question))
+    return with_own_runs(question, Path(results))

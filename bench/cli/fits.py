@@ -47,8 +47,8 @@ FitLink: TypeAlias = Annotated[
     typer.Option(
         "--link",
         help="Link between the GPUs: nvlink (or Infinity Fabric), pcie (through host memory),"
-        " pcie-p2p, or each GPU's rate, such as 450gbyte. \\[default: nvlink if the GPU has it,"
-        " else pcie]",
+        " pcie-p2p, or each GPU's rate, such as 450gbyte; for several nodes of 8 also each"
+        " GPU's rate to other nodes. \\[default: nvlink if the GPU has it, else pcie, and 400gbit]",
     ),
 ]
 FIELD_HELP = {
@@ -163,8 +163,8 @@ def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
     first = (
         f"{result.verdict}: {question.shape.name}, {question.method}, on {question.gpus} x"
         f" {question.gpu.host_name}{on} needs {result.peak_bytes / GIB:.1f} of"
-        f" {result.usable_bytes / GIB:.1f} GiB on each GPU (tensors"
-        f" {result.allocated_bytes / GIB:.1f}, margin"
+        f" {result.usable_bytes / GIB:.1f} GiB on each GPU (reserved by torch, which allocates"
+        f" {result.allocated_bytes / GIB:.1f}; margin"
         f" {result.margin_bytes / GIB:+.1f} GiB, {result.fits:.0%} likely to fit)"
     )
     lines = [first]
@@ -175,6 +175,8 @@ def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
             " interval:"
             f" {result.tokens_low:,.0f} to {result.tokens_high:,.0f}"
         )
+    if question.measured:
+        lines.append(f"rates of products and copies: as measured in {question.measured}")
     if result.anchor:
         lines.append(f"anchor: {result.anchor.text}")
     if warning := _warning(question):
@@ -231,12 +233,14 @@ def _differences(question: FitQuestion) -> list[str]:
 
 def _command(model: str, question: FitQuestion, result: FitAnswer) -> str:
     from harness.planner.cluster.recipe import SUITE_CELLS
+    from harness.planner.fits import PER_NODE
     from harness.workloads import make_workload
 
     recipe = result.recipe
     # The suite has no fused code, without which the training may not fit, and adapts no experts.
     unsupported = question.method != "full" and question.shape.experts > 1
     unsupported |= bool({*question.fixed} - SUITE_FIELDS) or recipe.base in ("int8", "gptq4")
+    unsupported |= question.gpus > PER_NODE
     if result.verdict == "no" or recipe.library == "fused" or unsupported:
         return ""
     if recipe.sharding not in ("none", "full"):

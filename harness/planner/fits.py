@@ -46,6 +46,8 @@ MEASURED_SPREAD, LESS_CERTAIN = 0.1, 0.95
 other setups."""
 MOST_SEQUENCE, STEP = 2**20, 256
 MOST_BATCH = 1024
+PER_NODE, USUAL_NETWORK = 8, "400gbit"
+"""GPUs of a node, and each one's rate to other nodes if no link is given."""
 MEASURED_SEQUENCES, MEASURED_GPUS = (1024, 8192), ("a100", "h100", "h200")
 FUSED: tuple[dict[str, str], ...] = ({}, {"library": "fused", "loss": "chunked"})
 """Plain code, and fused norms with a loss that makes no logits (Liger)."""
@@ -121,6 +123,8 @@ class FitQuestion:
     """Bus bytes per second of gathers, as a function of the number of GPUs."""
     anchor: Anchor | None = None
     """Correction of the speed by the user's own runs. None if there are none."""
+    measured: str = ""
+    """Folder of the runs that measured this GPU's rates; empty if they are a data sheet's."""
     fixed: Mapping[str, object] = field(default_factory=dict)
     """Fields of the recipe, and an adapter's targets, that the user chose."""
 
@@ -252,7 +256,7 @@ def speed(question: FitQuestion, recipe: Recipe) -> tuple[float, float]:
     """Returns tokens per second of all GPUs, and the factor that bounds the 80% interval.
 
     The factor is larger for what was not measured: short and long sequences, other GPUs than
-    MEASURED_GPUS, links through the host, and DeepSpeed.
+    MEASURED_GPUS, links through the host, several nodes, and DeepSpeed.
     """
     rate, anchor = _rate(question, recipe), question.anchor
     if anchor:
@@ -260,8 +264,8 @@ def speed(question: FitQuestion, recipe: Recipe) -> tuple[float, float]:
     through_host = recipe.gpus > 1 and not question.gpu.peer_bytes_per_second(2)
     unmeasured = (
         not MEASURED_SEQUENCES[0] <= recipe.sequence <= MEASURED_SEQUENCES[1],
-        not question.gpu.host_name.startswith(MEASURED_GPUS),
-        through_host or recipe.library == "deepspeed",
+        not question.measured and not question.gpu.host_name.startswith(MEASURED_GPUS),
+        through_host or recipe.library == "deepspeed" or recipe.gpus > PER_NODE,
     )
     return rate, math.exp(math.log(USUAL_FACTOR) * (1 + sum(unmeasured)))
 
@@ -363,15 +367,25 @@ DDP_HIDDEN = 0.7
 def link_bytes_per_second(gpu: GpuModel, link: str | None) -> Callable[[int], float]:
     """Returns gathers' bus bytes per second as a function of the number of GPUs.
 
-    `link`: as for `inside_node`; None means the fastest in the GPU's data sheet. Otherwise raises
-    UsageError.
+    `link`: as for `inside_node`, and after a comma each GPU's rate to other nodes; None means the
+    fastest in the GPU's data sheet, and USUAL_NETWORK. Otherwise raises UsageError.
     """
-    link = link.strip().lower() if link else "nvlink" if gpu.peer_bytes_per_second(2) else "pcie"
-    if inside_node(gpu, 2, link) is None:
+    inner, _, outer = (link or "").strip().lower().partition(",")
+    inner = inner or ("nvlink" if gpu.peer_bytes_per_second(2) else "pcie")
+    between = bytes_per_second(outer or USUAL_NETWORK)
+    if inside_node(gpu, 2, inner) is None or between is None:
         raise UsageError(
-            f"link {link!r}: give nvlink, pcie, pcie-p2p or a rate above 0 such as 450gbyte"
+            f"link {link!r}: give nvlink, pcie, pcie-p2p or a rate above 0 such as 450gbyte, and"
+            " for several nodes a rate between them, such as nvlink,400gbit"
         )
-    return lambda gpus: (inside_node(gpu, gpus, link) or (0.0, 0.0))[1]
+
+    def rate(gpus: int) -> float:
+        inside = (inside_node(gpu, min(gpus, PER_NODE), inner) or (0.0, 0.0))[1]
+        others = -(-gpus // PER_NODE) - 1
+        # Nodes gather inside first (Cluster.bandwidth).
+        return min(inside, WIRE_SHARE * between * (gpus - 1) / others) if others else inside
+
+    return rate
 
 
 def tokens_per_second(

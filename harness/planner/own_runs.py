@@ -13,14 +13,16 @@ from harness.cell.errors import Refused, Unavailable, UsageError
 from harness.host.gpu_models import GpuModel, gpu_model, gpu_named
 from harness.planner.cluster.anchor import Anchor, anchor_of
 from harness.planner.cluster.calibration import ClusterCalibration
+from harness.planner.cluster.device_rates import USUAL_SHARE, best_products
 from harness.planner.cluster.hardware import Cluster
 from harness.planner.cluster.hf_config import from_entries, named_shapes, parse_shape
 from harness.planner.cluster.model_shape import ModelShape
 from harness.planner.cluster.prediction import predict
 from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, PlannedLayouts
 from harness.planner.cluster.recipe import RECOMPUTE, SUITE_CELLS, Adapter, Precision, Recipe
-from harness.planner.fits import FitQuestion, launch_bound, tokens_per_second
+from harness.planner.fits import MEMORY_SHARE, FitQuestion, launch_bound, tokens_per_second
 from harness.record.store import Store
+from harness.record.trial import DeviceSpeed, SpeedMeasurement
 from harness.seam.registry import make_strategy, strategies
 from harness.workloads import make_workload
 
@@ -136,14 +138,40 @@ def _training_of(cell: Cell) -> tuple[ModelShape, Recipe] | None:
     return shape, recipe
 
 
-def fit_anchor(folder: Path, question: FitQuestion) -> Anchor:
-    """Returns the correction of a fine-tuning's speed; raises UsageError without usable runs."""
-    errors = [
-        fit_error(question, shape, recipe, seconds)
-        for shape, recipe, seconds in measured_trainings(folder, question.gpu)
-        if recipe.tensor == 1
-    ]
-    return _anchor(errors, folder)
+def with_own_runs(question: FitQuestion, folder: Path) -> FitQuestion:
+    """Returns the question with the GPU's rates as a folder's runs measured them, unless
+    hardware.yaml has them, and anchored with its trainings. Raises UsageError if there are
+    neither."""
+    gpu = question.gpu
+    speed = None if gpu.host_name in best_products() else _measured_speed(folder, gpu)
+    if speed and (product := speed.matmul_flops_per_second.get("bf16")):
+        bandwidth = speed.copy_bytes_per_second / MEMORY_SHARE
+        faster = dataclasses.replace(
+            gpu,
+            bf16_flops_per_second=product / USUAL_SHARE,
+            memory_bytes_per_second=bandwidth,
+        )
+        question = dataclasses.replace(question, gpu=faster, measured=str(folder))
+    try:
+        trainings = measured_trainings(folder, gpu)
+        errors = [
+            fit_error(question, *training) for training in trainings if training[1].tensor == 1
+        ]
+        return dataclasses.replace(question, anchor=_anchor(errors, folder))
+    except UsageError:
+        if question.measured:
+            return question
+        raise
+
+
+def _measured_speed(folder: Path, gpu: GpuModel) -> DeviceSpeed | None:
+    """Returns the newest rates of such a GPU; None if no run measured any."""
+    runs, found = Store(folder).load(steps=False).runs, None
+    for gpus, text in zip(runs.gpus, runs.device_speed, strict=True):
+        measured = SpeedMeasurement.read(text)
+        if measured and measured.speed and {*map(gpu_model, gpus)} == {gpu}:
+            found = measured.speed
+    return found
 
 
 def fit_error(question: FitQuestion, shape: ModelShape, recipe: Recipe, seconds: float) -> float:

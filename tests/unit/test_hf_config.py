@@ -115,7 +115,7 @@ def test_published_configs_give_the_published_sizes(
 ) -> None:
     shape = read_with_and_without_torch(config, tmp_path)
     assert shape.parameters == parameters
-    assert ("(text model only)" in shape.name) == ("text_config" in config)
+    assert ("(text model" in shape.name) == ("text_config" in config)
 
 
 def test_sizes_that_a_text_config_omits_are_transformers_defaults(tmp_path: Path) -> None:

@@ -104,3 +104,20 @@ def test_cells_of_the_suite_anchor_predictions(monkeypatch: pytest.MonkeyPatch) 
     kinds = {(recipe.precision, recipe.micro_batch) for recipe in recipes}
     assert kinds == {("bf16", 8), ("fp32", 64)}
     assert all(0.03 < taken < 0.3 for taken in seconds)
+
+
+def test_rates_that_a_run_measured_replace_those_of_a_data_sheet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One short run suffices: it measures products and copies before its first trial."""
+    monkeypatch.setattr(own_runs, "best_products", dict)
+    folder = tmp_path / "h200-141gb"
+    shutil.copytree(H200, folder, ignore=lambda *_: {TABLE})
+    question = own_runs.with_own_runs(QUESTION, folder)
+    assert question.measured == str(folder)
+    assert question.anchor is None
+    assert question.gpu.memory_bytes == QUESTION.gpu.memory_bytes
+    assert (question.gpu.bf16_flops_per_second or 0) * 0.8 == pytest.approx(795e12, rel=0.01)
+    assert (question.gpu.memory_bytes_per_second or 0) * 0.85 == pytest.approx(4.15e12, rel=0.01)
+    anchored = own_runs.with_own_runs(QUESTION, H200)
+    assert anchored.anchor is not None

@@ -122,7 +122,7 @@ def test_the_text_part_of_a_new_vision_model_is_built(tmp_path: Path) -> None:
     transformers.AutoConfig.for_model("qwen3_5").save_pretrained(tmp_path)
     shape = parse_shape(f"hf:{tmp_path}")
     require_sound(shape)
-    assert shape.name == "qwen3_5 (text model only)"
+    assert shape.name == f"qwen3_5 (text model, and a tower of {shape.tower / 1e9:.2f}B)"
     assert shape.attention
 
 

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from bench.cli import app
 from harness.cell.errors import UsageError
 from harness.host.gpu_models import parse_gpus
+from harness.planner.cluster.footprint import footprint
 from harness.planner.cluster.hf_config import parse_shape
-from harness.planner.cluster.recipe import Recipe
+from harness.planner.cluster.recipe import Adapter, Recipe
 from harness.planner.tools import DERIVED, FIELDS, config_fields, parsed, tool_fields, tool_names
 
 AXOLOTL = """
@@ -77,6 +78,8 @@ def test_every_field_of_the_recipe_can_be_set() -> None:
         "offloaded_activations": True,
         "fused_optimizer": False,
         "fp32_stream": True,
+        "trained_tower": True,
+        "gathered_save": True,
         "offload": True,
     }
     assert {*given} == names - {"adapter", "gpus", "base"}
@@ -235,3 +238,70 @@ def test_offload_shards_also_on_one_gpu() -> None:
     ends = 2 * 2 * 128256 * 4096
     assert answer["allocated_bytes"] > ends
     assert answer["verdict"] == "yes"
+
+
+QWEN_2_5_VL_7B = {
+    "model_type": "qwen2_5_vl",
+    "text_config": {
+        "model_type": "qwen2_5_vl_text",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+    },
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "hidden_act": "silu",
+    },
+}
+
+
+def test_a_tower_of_a_vision_model_counts_frozen_or_trained(tmp_path: Path) -> None:
+    """The tower of Qwen2.5-VL has 669 million parameters, 6% of which are not in its layers."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_2_5_VL_7B))
+    shape = parse_shape(f"hf:{tmp_path}")
+    assert shape.tower == pytest.approx(0.669e9, rel=0.07)
+    assert shape.parameters == pytest.approx(7.62e9, rel=0.01)
+    without = dataclasses.replace(shape, tower=0)
+    for recipe, per_parameter in (
+        (Recipe(adapter=Adapter()), 2),
+        (Recipe(), 2),
+        (Recipe(trained_tower=True), 8),
+        (Recipe("bf16", trained_tower=True, gpus=8, sharding="full"), 2),
+    ):
+        more = footprint(shape, recipe).update - footprint(without, recipe).update
+        assert more == pytest.approx(per_parameter * shape.tower)
+
+
+def test_a_save_that_gathers_the_model_may_be_the_peak() -> None:
+    """A 7B model trained on four A100-40 could not be saved (haotian-liu/LLaVA, issue 177)."""
+    shape = parse_shape("llama-7b")
+    usual = Recipe("bf16", gpus=4, sharding="full", recompute="full", micro_batch=1)
+    gathered = dataclasses.replace(usual, gathered_save=True)
+    assert footprint(shape, usual).saving < footprint(shape, usual).update
+    assert footprint(shape, gathered).peak > 43e9
+    assert footprint(shape, usual).peak < 40e9
+
+
+def test_adapters_train_on_several_nodes() -> None:
+    """Slower networks between nodes take longer, and a part of a node is refused."""
+    words = "llama-70b --method lora --seq 4096 --gpus"
+    speeds = [
+        asked(f"{words} {gpus}")["tokens_per_second"]
+        for gpus in ("8xh100", "16xh100 --link nvlink,400gbit", "16xh100 --link nvlink,25gbit")
+    ]
+    assert speeds[1] > 1.5 * speeds[0]
+    assert speeds[2] < speeds[1]
+    result = CliRunner().invoke(app, ["fits", *words.split(), "12xh100"])
+    assert "must fill nodes of 8" in str(result.exception)
+
+
+def test_a_quantised_base_of_litgpt_keeps_more() -> None:
+    """QLoRA of Llama 2 7B took 13.7 GB on an A10G (litgpt's table of configs)."""
+    words = "llama-2-7b --gpus a10g --method qlora --seq 512 --micro-batch 2 --set base=nf4"
+    answer = asked(f"{words} --like litgpt --lora-rank 32")
+    assert answer["allocated_bytes"] == pytest.approx(13.68e9, rel=0.07)

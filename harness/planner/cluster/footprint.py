@@ -28,6 +28,9 @@ RETURNED_BYTES = 7.5
 CHUNK_BYTES = 8
 """Bytes per token and hidden element of a chunk's logits. Liger makes as many chunks as the
 vocabulary is wider than the hidden states."""
+QUANTISED_LITGPT_BYTES = 27.0
+"""Further bytes per token and hidden element that a quantised layer of litgpt keeps. Four published
+peaks give 23 to 30; the cause is not known."""
 PREFETCHED, REDUCED = 1e9, 5e8
 """Parameters that DeepSpeed's ZeRO-3 keeps gathered at most (`stage3_max_live_parameters`), and
 gradients that it reduces at once, from one of two buffers (`reduce_bucket_size`)."""
@@ -77,10 +80,12 @@ class Footprint:
     backward: float
     """Peak at the end of backward: all gradients."""
     update: float
+    saving: float
+    """Peak while a checkpoint is saved."""
 
     @property
     def peak(self) -> float:
-        return max(self.start, self.loss, self.backward, self.update)
+        return max(self.start, self.loss, self.backward, self.update, self.saving)
 
     @property
     def demand(self) -> float:
@@ -104,6 +109,7 @@ def spread(shape: ModelShape, recipe: Recipe) -> float:
     variance += SPREADS["offload"] ** 2 * (recipe.offload or recipe.offloaded_activations)
     variance += SPREADS["chunked"] ** 2 * (recipe.loss_code == "chunked")
     variance += SPREADS["copies"] ** 2 * _copies_inputs(shape, recipe)
+    variance += SPREADS["litgpt"] ** 2 * (recipe.library == "litgpt" and recipe.base != "bf16")
     variance += SPREADS["deepspeed"] ** 2 * (recipe.library == "deepspeed")
     variance += SPREADS["traits"] ** 2 * (recipe.compiled or recipe.optimizer != "adamw")
     return math.sqrt(variance)
@@ -124,6 +130,8 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
     else:
         parameter, gradient, moments = of.parameter, of.gradient, of.optimizer
         frozen = 0.0
+    if recipe.adapter or not recipe.trained_tower:
+        frozen += (2.0 if recipe.adapter else parameter) * shape.tower / shards
     share, more = OPTIMIZERS[recipe.optimizer]
     optimizer = share * moments + more
     if recipe.offload:
@@ -159,7 +167,16 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
         loss=resident + accumulated + gathered + casts + activations + max(logits, score_gradients),
         backward=backward,
         update=resident + gradients + temporary,
+        saving=resident + _saved(shape, recipe),
     )
+
+
+def _saved(shape: ModelShape, recipe: Recipe) -> float:
+    """Returns the bytes that saving a sharded model gathers: its largest parameter, or all."""
+    if recipe.adapter or not recipe.gathers:
+        return 0.0
+    saved = shape.parameters if recipe.gathered_save else shape.embedding_parameters
+    return STATES[recipe.precision].parameter * saved
 
 
 def _backward(
@@ -377,6 +394,8 @@ def _input_bytes(shape: ModelShape, recipe: Recipe) -> float:
         inputs = 2.0 * sum(size for name, (size, _) in matrices.items() if name != "down")
         # The input of the router's adapter.
         inputs += 2.0 * hidden * recipe.adapter.adapts_experts(shape)
+        if recipe.library == "litgpt" and recipe.base != "bf16":
+            inputs += QUANTISED_LITGPT_BYTES * hidden
         # DoRA scales both the target's output and the adapter's, and keeps them for backward.
         return inputs + (4.0 * recipe.adapter.outputs(shape) if recipe.adapter.dora else 0.0)
     if _autocast(recipe):

@@ -90,6 +90,13 @@ EXPERTS_PER_TOKEN = (
 )
 USUAL = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Names that most of transformers' configs give to their sizes."""
+TOWER_SIZES = (
+    ("embed_dim", "hidden_size", "d_model"),
+    ("depth", "num_hidden_layers", "encoder_layers"),
+    ("mlp_ratio",),
+    ("intermediate_size", "encoder_ffn_dim"),
+)
+"""Names of an encoder's width, layers, relative and absolute width of its blocks."""
 DROPOUTS = ("resid_pdrop", "dropout", "hidden_dropout", "residual_dropout")
 """Names of the share of hidden elements that layers drop."""
 SAME_WIDTH = 0.02
@@ -100,31 +107,52 @@ UNTIED_BY_CONFIG = "tie_word_embeddings"
 def from_config(path: Path) -> ModelShape:
     """Reads a transformers config.json; raises UsageError if it is unreadable or lacks a size.
 
-    Only the text part of a model of images or sound counts, which the shape's name says.
+    Encoders of images and sound count with the approximate number of their parameters.
     """
     file = path / "config.json" if path.is_dir() else path
     whole = _read(file)
     name = str(whole.get("model_type", "")) or file.parent.name
     text = _text_config(whole)
-    name += " (text model only)" if text else ""
+    tower = _tower(whole) if text else 0
+    if text:
+        name += (
+            f" (text model, and a tower of {tower / 1e9:.2f}B)" if tower else " (text model only)"
+        )
     quantised = whole.get("quantization_config")
     if isinstance(quantised, dict):
         name += f" ({quantised.get('quant_method', 'quantised')} weights counted as bf16)"
     config = text or whole
     kind = str(config.get("model_type", ""))
     if kind in FAMILIES or not (is_installed("torch") and is_installed("transformers")):
-        return from_entries(config, name, str(file))
+        return replace(from_entries(config, name, str(file)), tower=tower)
     if not text:
         return _built(file, config, name)
     with tempfile.TemporaryDirectory() as folder:
         inner = Path(folder) / "config.json"
         inner.write_text(json.dumps(text), encoding="utf-8")
         try:
-            return _built(inner, text, name)
+            return replace(_built(inner, text, name), tower=tower)
         except UsageError:
             raise UsageError(
                 f"{str(file)!r}: transformers builds no text model of type {kind!r}; give its sizes"
             ) from None
+
+
+def _tower(config: Config) -> int:
+    """Returns the approximate number of parameters of encoders of images and sound: in each layer
+    four matrices of attention, and two or three of its block (ViT, arXiv 2010.11929). Their
+    embeddings and projections into the text model are another 5 to 10%."""
+    total = 0.0
+    for part in (config.get("vision_config"), config.get("audio_config")):
+        if isinstance(part, dict):
+            width, layers, ratio, feed = (
+                next((part[key] for key in keys if isinstance(part.get(key), (int, float))), 0)
+                for keys in TOWER_SIZES
+            )
+            feed = feed or width * (ratio or 4)
+            matrices = 3 if part.get("hidden_act") == "silu" else 2
+            total += layers * width * (4 * width + matrices * feed)
+    return int(total)
 
 
 def from_entries(config: Config, name: str, where: str = "") -> ModelShape:

@@ -12,7 +12,7 @@ MOST_LAYERS, MOST_ELEMENTS = 10_000, 10**7
 
 OPTIONAL_SIZES = (
     *("kv_heads", "head_size", "shared_feed_forward", "extra_norms"),
-    *("attention", "dense_layers", "dense_feed_forward", "other"),
+    *("attention", "dense_layers", "dense_feed_forward", "other", "tower"),
 )
 """Sizes that may be 0."""
 MOST_UNDESCRIBED = 0.02
@@ -102,6 +102,9 @@ class ModelShape:
     """Number of a mixture's layers that have one dense block instead of experts."""
     dense_feed_forward: int = 0
     """Feed-forward width of these layers."""
+    tower: int = 0
+    """Parameters of encoders that turn images or sound into tokens, which are not part of
+    `parameters`."""
     other: int = 0
     """Parameters beyond matrices and norms of hidden states: biases, norms of heads, positions,
     gates of shared experts."""
@@ -116,7 +119,7 @@ class ModelShape:
             least = 0 if field.name in OPTIONAL_SIZES else 1
             if value < least:
                 raise UsageError(f"{given}; give at least {least}")
-            if value > most and field.name not in ("other", "attention"):
+            if value > most and field.name not in ("other", "attention", "tower"):
                 raise UsageError(f"{given}; give at most {most}")
         if not self.head_size:
             if self.hidden % self.heads:

@@ -26,10 +26,11 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 second product too (torchtitan's selective recomputation by operator), or every second layer."""
 SUITE_RECOMPUTE = RECOMPUTE[:3]
 """Recomputation that the suite's cells offer."""
-Library = Literal["transformers", "transformers-2024", "fused", "native", "deepspeed"]
+Library = Literal["transformers", "transformers-2024", "fused", "native", "deepspeed", "litgpt"]
 """Code of the model. `transformers`: from 4.46 on. `transformers-2024`: before 4.46. `fused`: with
 fused norms and loss. `native`: torch's own fused norm (torchtitan, torchtune). `deepspeed`: that of
-transformers, sharded by DeepSpeed."""
+transformers, sharded by DeepSpeed. `litgpt`: like that of transformers, but head and embedding are
+never one matrix."""
 Loss = Literal["plain", "plain-2024", "fused", "fused-2024", "in-place", "chunked"]
 """How the loss treats logits. `plain`: torch's cross-entropy of fp32 logits. `fused`: one kernel
 for softmax and gradient. `in-place`: one kernel that writes the gradient over bf16 logits.
@@ -217,6 +218,11 @@ class Recipe:
     """Whether the update avoids a temporary copy of all parameters (torch's `fused`)."""
     fp32_stream: bool = False
     """Whether a frozen base passes fp32 between layers, as in peft's quantised models."""
+    trained_tower: bool = False
+    """Whether full training also changes encoders of images and sound."""
+    gathered_save: bool = False
+    """Whether saving a checkpoint first gathers the whole model on each GPU (FSDP1's full state
+    dict without offload)."""
     offload: bool = False
     """Whether a fully sharded model's parameters, gradients and moments are in host memory (FSDP2's
     `CPUOffloadPolicy`)."""
@@ -275,4 +281,6 @@ def quantised_parameters(shape: ModelShape, routed: bool = False) -> int:
 
 
 def trained_parameters(shape: ModelShape, recipe: Recipe) -> int:
-    return recipe.adapter.parameters(shape) if recipe.adapter else shape.parameters
+    if recipe.adapter:
+        return recipe.adapter.parameters(shape)
+    return shape.parameters + shape.tower * recipe.trained_tower
