@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -93,21 +93,6 @@ class ClusterScores:
     memory_covered: float
 
 
-@dataclass(frozen=True)
-class PartErrors:
-    """Median errors and coverage of 80% intervals, as shares; NaN without measurements."""
-
-    part: str
-    rows: int
-    time: float
-    time_all: float
-    memory: float
-    covered: float
-    """Share of consistent rows within the interval of the time."""
-    covered_all: float
-    memory_covered: float
-
-
 def inside(runs: MeasuredRuns, held: HeldOutRuns) -> tuple[Bools, Bools]:
     """Returns which rows are within the intervals of time and of memory."""
     with np.errstate(invalid="ignore"):
@@ -118,60 +103,29 @@ def inside(runs: MeasuredRuns, held: HeldOutRuns) -> tuple[Bools, Bools]:
     return time, of_memory
 
 
-def errors_by(
-    runs: MeasuredRuns, held: HeldOutRuns, parts: Mapping[str, Bools]
-) -> list[PartErrors]:
-    predicted = np.isfinite(held.seconds)
-    ran = runs.ran & predicted
+def errors_by(runs: MeasuredRuns, held: HeldOutRuns, parts: Mapping[str, Bools]) -> pd.DataFrame:
+    """Returns for each part with measurements its number of runs, median errors and shares in 80%
+    intervals, in time over consistent and over all rows, and in memory."""
+    ran = runs.ran & np.isfinite(held.seconds)
     consistent = runs.consistent() & ran
     in_time, in_memory = inside(runs, held)
     time = np.abs(held.seconds / runs.seconds - 1)
     of_memory = np.abs(held.memory_bytes / runs.memory_bytes - 1)
-
-    def median(values: Floats) -> float:
-        return float(np.median(values)) if len(values) else float("nan")
-
-    def share(values: Bools) -> float:
-        return float(np.mean(values)) if len(values) else float("nan")
-
-    return [
-        PartErrors(
-            name,
-            int((part & ran).sum()),
-            median(time[part & consistent]),
-            median(time[part & ran]),
-            median(of_memory[part & ran]),
-            share(in_time[part & consistent]),
-            share(in_time[part & ran]),
-            share(in_memory[part & ran]),
-        )
+    rows = [
+        {
+            "part": name,
+            "rows": int((part & ran).sum()),
+            "time": np.median(time[part & consistent]),
+            "time_all": np.median(time[part & ran]),
+            "memory": np.median(of_memory[part & ran]),
+            "covered": np.mean(in_time[part & consistent]),
+            "covered_all": np.mean(in_time[part & ran]),
+            "memory_covered": np.mean(in_memory[part & ran]),
+        }
         for name, part in parts.items()
-        if (part & ran).any()
+        if (part & consistent).any()
     ]
-
-
-def noise_of_twins(runs: MeasuredRuns) -> dict[str, float]:
-    """Returns the standard deviation of a row's log time, by number of nodes.
-
-    Twins differ only in ZeRO stage (0 or 1). Their median distance is divided by 0.954, its value
-    for two standard normals; NaN below three twins.
-    """
-    kept = np.flatnonzero(runs.ran & runs.consistent())
-    seconds: dict[tuple[str, PlannedLayout], float] = {}
-    distances: dict[str, list[float]] = {}
-    for row in kept:
-        layout = runs.layouts[int(row)]
-        plain = replace(layout, zero=0)
-        twin = seconds.get((runs.models[row], plain))
-        if layout.zero == 0:
-            seconds[runs.models[row], plain] = float(runs.seconds[row])
-        elif twin:
-            distance = abs(float(np.log(runs.seconds[row] / twin)))
-            distances.setdefault(f"{runs.nodes[row]} nodes", []).append(distance)
-    return {
-        name: float(np.median(values)) / 0.954 if len(values) > 2 else float("nan")
-        for name, values in sorted(distances.items())
-    }
+    return pd.DataFrame(rows).set_index("part")
 
 
 def hold_out(runs: MeasuredRuns, cluster: Cluster, parts: list[Bools]) -> HeldOutRuns:
@@ -341,10 +295,9 @@ def main(
             if name != MORE_NODES
         },
         "errors": {
-            name: [asdict(part) for part in errors_by(runs, one, parts)]
+            name: errors_by(runs, one, parts).reset_index().to_dict("records")
             for name, one in held.items()
         },
-        "noise": noise_of_twins(runs),
     }
     if json_output:
         print(pd.Series(document).to_json())
@@ -353,8 +306,6 @@ def main(
     for name, rows in document["errors"].items():
         print(f"\n{name}: median errors, and shares of rows in 80% intervals")
         print(pd.DataFrame(rows).set_index("part").round(3).to_string())
-    print("\nnoise of a row, from pairs that differ only in ZeRO stage:")
-    print(pd.Series(document["noise"]).round(4).to_string())
 
 
 if __name__ == "__main__":

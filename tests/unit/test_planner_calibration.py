@@ -26,7 +26,6 @@ from docs.studies.planner_scores import (
     extrapolate,
     hold_out,
     main,
-    noise_of_twins,
     parts_by_model,
     parts_by_nodes,
     score,
@@ -214,7 +213,6 @@ def test_published_runs_are_predicted_from_other_models_and_nodes() -> None:
         assert scored.false_alarms <= 0.03
     more_nodes = extrapolate(runs, CLUSTER)
     assert more_nodes is not None
-    for part in errors_by(runs, more_nodes, {"8 nodes": runs.nodes == 8}):
+    for part in errors_by(runs, more_nodes, {"8 nodes": runs.nodes == 8}).itertuples():
         assert part.covered >= 0.72
         assert part.memory_covered >= 0.72
-    assert all(0.005 < value < 0.05 for value in noise_of_twins(runs).values())
