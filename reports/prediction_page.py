@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from harness.cell.errors import plural
-from harness.planner.cluster.cluster_plan import ClusterCandidate, ClusterPlan, Square
+from harness.planner.cluster.cluster_plan import GIB, ClusterCandidate, ClusterPlan, Square
 from reports import blocks as ui
 from reports.blocks import data, key, prose, small
 from reports.html_writer import PageHead, PageSection, html_page
@@ -63,11 +63,11 @@ def plan_page(
 
 
 def _row(candidate: ClusterCandidate) -> ui.Row:
-    gigabytes = f"{candidate.reserved_low / 1e9:.0f} to {candidate.reserved_high / 1e9:.0f}"
+    interval = f"{candidate.reserved_low / GIB:.0f} to {candidate.reserved_high / GIB:.0f}"
     texts = (
         f"{candidate.seconds:.3g} s ({candidate.seconds_low:.3g} to {candidate.seconds_high:.3g})",
         f"{candidate.tokens_per_second:,.0f}",
-        f"{candidate.reserved_bytes / 1e9:.1f} GB ({gigabytes})",
+        f"{candidate.reserved_bytes / GIB:.1f} GiB ({interval})",
     )
     return ui.Row(data(f"{candidate.strategy}: {candidate.layout.text}"), [*map(ui.Td, texts)])
 
@@ -102,13 +102,13 @@ def _charts(by_model: Mapping[str, Sequence[Square]]) -> Iterator[ui.Chart]:
         slowest = tuple(asked.tokens / best.seconds_high for asked, best in ran)
         fastest = tuple(asked.tokens / best.seconds_low for asked, best in ran)
         speeds.append(Line(model, counts, rates, slowest, fastest))
-        reserved = tuple(best.reserved_bytes / 1e9 for _, best in ran)
-        least = tuple(best.reserved_low / 1e9 for _, best in ran)
-        most = tuple(best.reserved_high / 1e9 for _, best in ran)
+        reserved = tuple(best.reserved_bytes / GIB for _, best in ran)
+        least = tuple(best.reserved_low / GIB for _, best in ran)
+        most = tuple(best.reserved_high / GIB for _, best in ran)
         memories.append(Line(model, counts, reserved, least, most))
     for name, title, unit, lines in (
         ("throughput", "Throughput", "tokens/s", speeds),
-        ("memory", "Memory of the fullest device", "GB", memories),
+        ("memory", "Memory of the fullest device", "GiB", memories),
     ):
         if lines:
             summary = f"{title} ({unit}), predicted: {'; '.join(line.summary for line in lines)}"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from harness.planner.cluster.calibration import ClusterCalibration
-    from harness.planner.cluster.cluster_plan import ClusterCandidate, ClusterPlan
+    from harness.planner.cluster.cluster_plan import ClusterPlan
     from harness.planner.follow_up import FollowUp
 
 MAX_RANKED = 1000
@@ -254,6 +254,7 @@ def _table(answer: ClusterPlan) -> Table:
     from rich.markup import escape
 
     from bench.cli import terminal
+    from harness.planner.cluster.cluster_plan import GIB
 
     question = answer.question
     title = (
@@ -262,7 +263,7 @@ def _table(answer: ClusterPlan) -> Table:
         f" {question.precision}{question.like and f', like {question.like}'};"
         " predictions with their 80% intervals"
     )
-    table = terminal.table(title, "layout", "step (s)", "tokens/s", "memory (GB)", "fits")
+    table = terminal.table(title, "layout", "step (s)", "tokens/s", "reserved (GiB)", "fits")
     table.columns[0].min_width = 24
     priced = answer.candidates[0].price is not None
     if priced:
@@ -271,14 +272,14 @@ def _table(answer: ClusterPlan) -> Table:
         table.add_column("J/token", justify="right")
     with_rehearsals = any(row.rehearsed_bytes is not None for row in answer.candidates)
     if with_rehearsals:
-        table.add_column("allocated, rehearsed (GB)", justify="right")
+        table.add_column("allocated, rehearsed (GiB)", justify="right")
     for row in answer.candidates:
         table.add_row(
             f"{escape(row.strategy)}: {escape(row.layout.text)}",
             f"{row.seconds:.3g}\n({row.seconds_low:.3g} to {row.seconds_high:.3g})",
             f"{row.tokens_per_second:,.0f}",
-            f"{row.reserved_bytes / 1e9:.1f}\n({row.reserved_low / 1e9:.0f} to"
-            f" {row.reserved_high / 1e9:.0f})",
+            f"{row.reserved_bytes / GIB:.1f}\n({row.reserved_low / GIB:.0f} to"
+            f" {row.reserved_high / GIB:.0f})",
             f"{row.fits:.0%}",
             *([f"{row.price:.2f}"] if priced else []),
             *(
@@ -286,12 +287,10 @@ def _table(answer: ClusterPlan) -> Table:
                 if row.joules_per_token is not None
                 else []
             ),
-            *([_against_rehearsal(row)] if with_rehearsals else []),
+            *(
+                [f"{row.allocated_bytes / GIB:.1f}\n{row.rehearsed_bytes / GIB:.1f}"]
+                if row.rehearsed_bytes is not None
+                else []
+            ),
         )
     return table
-
-
-def _against_rehearsal(row: ClusterCandidate) -> str:
-    if row.rehearsed_bytes is None:
-        return ""
-    return f"{row.allocated_bytes / 1e9:.1f}\n{row.rehearsed_bytes / 1e9:.1f}"

@@ -256,8 +256,8 @@ def _what_is_missing(question: ClusterQuestion, result: Predictions) -> str:
     if stored.any():
         least = float(np.min(result.memory.allocated[stored]))
         missing.append(
-            f"the smallest needs {least / 1e9:.1f} GB per device, which has"
-            f" {cluster.memory_bytes / 1e9:.1f} GB"
+            f"the smallest needs {least / GIB:.1f} GiB per device, which has"
+            f" {cluster.memory_bytes / GIB:.1f} GiB"
         )
     if not result.stored.all():
         missing.append("other layouts offload more than a node's memory and disks hold")
@@ -411,7 +411,7 @@ def _host_memory(plan: ClusterPlan, best: ClusterCandidate) -> str:
     )
     needed = offloaded_bytes(cluster, layouts, owned, STATES[question.precision])
     return (
-        f"Offload takes {needed[0] / 1e9:.0f} of {cluster.host_memory_bytes / 1e9:.0f} GB of host"
+        f"Offload takes {needed[0] / GIB:.0f} of {cluster.host_memory_bytes / GIB:.0f} GiB of host"
         f" memory per node{', which is assumed' if cluster.host_memory_assumed else ''}."
     )
 
@@ -425,16 +425,16 @@ def _why_not_whole(plan: ClusterPlan) -> str:
     )
     if layer > limit:
         return (
-            f"A single layer's states ({layer / 1e9:.0f} GB) exceed a device"
-            f" ({limit / 1e9:.0f} GB): only tensor or expert parallelism, or sharding, splits it."
+            f"A single layer's states ({layer / GIB:.0f} GiB) exceed a device"
+            f" ({limit / GIB:.0f} GiB): only tensor or expert parallelism, or sharding, splits it."
         )
     if whole > limit:
         return (
-            f"The model's states ({whole / 1e9:.0f} GB) exceed a device ({limit / 1e9:.0f} GB), so"
-            " they are split by tensor or pipeline parallelism, sharded, or offloaded."
+            f"The model's states ({whole / GIB:.0f} GiB) exceed a device ({limit / GIB:.0f} GiB),"
+            " so they are split by tensor or pipeline parallelism, sharded, or offloaded."
         )
     return (
-        f"The model's states ({whole / 1e9:.0f} GB) fit a device ({limit / 1e9:.0f} GB) before"
+        f"The model's states ({whole / GIB:.0f} GiB) fit a device ({limit / GIB:.0f} GiB) before"
         " activations."
     )
 
@@ -452,8 +452,9 @@ def _time(best: ClusterCandidate) -> str:
 def _memory(plan: ClusterPlan, best: ClusterCandidate) -> str:
     limit = plan.question.cluster.memory_bytes
     return (
-        f"The fullest device reserves {best.reserved_bytes / 1e9:.1f} of {limit / 1e9:.1f} GB"
-        f" (states {best.states_bytes / 1e9:.1f}, activations {best.activations_bytes / 1e9:.1f});"
+        f"The fullest device reserves {best.reserved_bytes / GIB:.1f} of {limit / GIB:.1f} GiB"
+        f" (allocates {best.allocated_bytes / GIB:.1f}: states {best.states_bytes / GIB:.1f},"
+        f" activations {best.activations_bytes / GIB:.1f});"
         f" it fits with a probability of {best.fits:.0%}."
     )
 
