@@ -169,6 +169,13 @@ def matrix_names() -> list[str]:
     return sorted(path.stem for path in HOME.glob("*.yaml"))
 
 
+def matrix_text(name: str) -> str:
+    """Returns the text of a matrix file; empty for a matrix of the suite."""
+    file = Path(name)
+    known = (HOME / f"{name}.yaml").is_file() or not file.is_file()
+    return "" if known else file.read_text("utf-8", "replace")
+
+
 def read_matrix(name: str) -> Matrix:
     """Reads a matrix by name or file; raises UsageError with file and key."""
     return read_as(name, Matrix)

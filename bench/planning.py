@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 
 from bench.expand import expand
-from bench.matrix import Matrix, axes_of, host_of, matrix_of, read_matrix
+from bench.matrix import Matrix, axes_of, host_of, matrix_of, matrix_text, read_matrix
 from bench.run_options import CommandOptions
 from bench.select import baseline_choice, find_run
 from harness.cell.cell import Cell
 from harness.cell.errors import UsageError
-from harness.record.plan import Plan, matrix_name, resumable
+from harness.record.plan import Plan, matrix_name, require_named, resumable
 from harness.record.store import Store, require_plain_name
 from harness.run.allocation import launches_per_round, not_compared
 
@@ -30,6 +30,14 @@ _PLAN_INPUTS = (
 
 def kept_or_new_plan(store: Store, options: CommandOptions) -> tuple[Plan, bool]:
     """Returns the plan, and whether its run has begun; raises UsageError."""
+    plan, begun = _kept_or_new(store, options)
+    if begun:
+        given = (options.cells, options.changes, options.model, matrix_text(options.matrix))
+        require_named(plan.cells, map(str, given))
+    return plan, begun
+
+
+def _kept_or_new(store: Store, options: CommandOptions) -> tuple[Plan, bool]:
     if options.resume:
         if options.changes_a_plan:
             raise UsageError(

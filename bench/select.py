@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from bench.matrix import matrix_text
 from harness.analysis.ranking import Choice
 from harness.analysis.selection import RunSelection, find_run, two_sides
 from harness.cell.cell import Cell
 from harness.cell.errors import NoRuns, UsageError
 from harness.cell.yaml_text import parse_yaml
-from harness.record.plan import Plan
+from harness.record.plan import Plan, require_named
 from harness.record.store import Results, Store
 
 __all__ = ["find_run"]
@@ -160,11 +161,13 @@ def keep(cells: Sequence[Cell], only: Sequence[str], skip: Sequence[str]) -> lis
     return chosen
 
 
-def planned_cell(store: Store, word: str) -> Cell | None:
-    """Returns the newest planned cell of this id or name."""
+def planned_cell(store: Store, word: str, matrix: str) -> Cell | None:
+    """Returns the newest planned cell of this id or name. Raises UsageError if it would use code or
+    a hub that `matrix` does not name."""
     for plan in map(Plan.from_row, store.newest_rows()):
         for cell in (*plan.cells, *(left.cell for left in plan.left_out)):
             if word in (cell.id, cell.name):
+                require_named([cell], [matrix_text(matrix)])
                 return cell
     return None
 
@@ -185,7 +188,7 @@ def find_cells(
     Raises UsageError, also if settings do not apply."""
     if meant := [cell for cell in cells if matches(cell, word)]:
         return meant
-    if recorded := planned_cell(store, word):
+    if recorded := planned_cell(store, word, matrix):
         require_unchanged(recorded, settings)
         return [recorded]
     raise UsageError(

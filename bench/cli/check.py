@@ -35,7 +35,8 @@ def check(
     """Check that result files are intact and consistent, such as those that others send.
 
     Checks checksums, schema, columns, digests, and whether figures and verdicts agree with each
-    other. Rows are numbered from 0. The exit code is 2 if a problem remains.
+    other. Also lists code and hub ids that cells name. Rows are numbered from 0. The exit code is
+    2 if a problem remains.
 
     Example: [bold]python -m bench check results --repair[/bold]
     """
@@ -68,6 +69,9 @@ def _show(checked: Checked, moved: Mapping[Path, Path], json_output: bool) -> No
         + (f", moved {plural(len(moved), 'file')}" if moved else ""),
         highlight=False,
     )
+    for name in checked.foreign_names:
+        what = f"cells name {name}, which commands use only if your matrix or options do too"
+        console.print(escape(what), highlight=False, soft_wrap=True)
     if not json_output:
         return
     rows = [
@@ -81,7 +85,8 @@ def _show(checked: Checked, moved: Mapping[Path, Path], json_output: bool) -> No
         }
         for problem in checked.problems
     ]
-    print(json.dumps({"files": checked.files, "problems": rows}))
+    document = {"files": checked.files, "problems": rows}
+    print(json.dumps(document | {"foreign_names": checked.foreign_names}))
 
 
 def _quarantined(path: Path, checked: Checked) -> dict[Path, Path]:

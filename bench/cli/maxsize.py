@@ -83,7 +83,7 @@ def maxsize(
     from bench.cli import terminal
     from bench.cli.run_progress import SearchProgress
     from harness.cell.errors import UsageError
-    from harness.record.plan import MATRIX, resumable
+    from harness.record.plan import MATRIX, require_named, resumable
     from harness.record.store import Store
     from harness.run.maxsize import Search
     from harness.run.runner import Runner
@@ -98,7 +98,9 @@ def maxsize(
                 "--resume continues a search as it was planned: leave out --grow, --budget,"
                 " --only, --devices, --hidden, --set and --search-matrix"
             )
-        runner = Runner(store, resumable(store, MATRIX))
+        plan = resumable(store, MATRIX)
+        require_named(plan.cells, [])
+        runner = Runner(store, plan)
     else:
         console.print("counting parameters, states and activations")
         what = grow or "model"

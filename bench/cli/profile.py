@@ -104,7 +104,7 @@ def find_profiled(word: str, matrix: str, settings: list[str], results: Path) ->
     from harness.record.store import Store
 
     store = Store(results)
-    if recorded := planned_cell(store, word):
+    if recorded := planned_cell(store, word, matrix):
         require_unchanged(recorded, settings)
         return [recorded]
     cells = cells_of(matrix, settings)

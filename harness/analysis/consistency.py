@@ -17,9 +17,11 @@ from pydantic import ValidationError
 from harness.analysis.cell_result import VERIFIED
 from harness.analysis.estimates import computing, mean_window, windows_of
 from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.cell.redaction import REDACTED
 from harness.cell.training import EXACT, HALF_PRECISIONS, WIDEST_BY_NOISE
 from harness.record.files import VERSION, copied_digest, names_digest, read_file
+from harness.record.plan import Plan, foreign_names
 from harness.record.run_record import RunRecord
 from harness.record.store import (
     Checked,
@@ -76,7 +78,9 @@ def check(path: Path) -> Checked:
         return Checked(1, tuple(problems or row_problems(table, path)))
     parts = [_checked_store(store) for store in stores_below(path)]
     return Checked(
-        sum(part.files for part in parts), tuple(p for part in parts for p in part.problems)
+        sum(part.files for part in parts),
+        tuple(p for part in parts for p in part.problems),
+        tuple(sorted({name for part in parts for name in part.foreign_names})),
     )
 
 
@@ -85,17 +89,29 @@ def _checked_store(store: Store) -> Checked:
     problems = list(checked.problems)
     skipped = {problem.file for problem in problems}
     runs = {file.stem for file in (store.folder / "runs").glob("*.parquet")}
-    missing = set()
+    missing, foreign = set(), set()
     for table, file in files_of(store.folder):
         if file not in skipped:
             problems += row_problems(table, file)
+            foreign |= _foreign_names(file) if table == "runs" else set()
         if table != "runs" and file.parent.name not in runs:
             missing.add(file.parent)
     problems += [
         Problem(folder, f"runs/{folder.name}.parquet is missing, so this folder is not read")
         for folder in sorted(missing)
     ]
-    return Checked(checked.files, tuple(problems))
+    return Checked(checked.files, tuple(problems), tuple(foreign))
+
+
+def _foreign_names(file: Path) -> set[str]:
+    """Returns the code and hub ids that a run's plan names."""
+    (row,) = read_file("runs", file).to_pylist()
+    try:
+        plan = Plan.from_row(row)
+    except UsageError:  # reported as a problem
+        return set()
+    cells = [*plan.cells, *(left.cell for left in plan.left_out)]
+    return {name for cell in cells for name in foreign_names(cell)}
 
 
 def row_problems(table: str, file: Path) -> Iterator[Problem]:

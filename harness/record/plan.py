@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -167,10 +168,38 @@ class Plan:
             content |= {"run_id": row["run_id"], "matrix": row["matrix"]}
             plan: Plan = adapter(Plan).validate_python(content)
             return plan
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise UsageError(
                 f"the plan of run {row['run_id']!r} cannot be read: {type(error).__name__}"
             ) from None
+
+
+def foreign_names(cell: Cell) -> list[str]:
+    """Returns a cell's names of code outside the suite and its plug-ins, and of models and data on
+    a hub."""
+    code = (cell.strategy, cell.checkpoint_from, cell.workload)
+    return [*(name for name in code if ":" in name), *[cell.data][: cell.data.startswith("hf:")]]
+
+
+def require_named(cells: Iterable[Cell], given: Iterable[str]) -> None:
+    """Raises UsageError if recorded cells would run code, or use a hub, that only results name, as
+    these may be somebody else's. `given`: texts of the user's matrix and options."""
+    words = {_source(max(word)) for text in given for word in _WORDS.findall(text)}
+    for name in (name for cell in cells for name in foreign_names(cell)):
+        if _source(name) not in words:
+            raise UsageError(
+                f"the results name {name!r}, and what only results name is not used: if you trust"
+                " it, repeat the matrix or the options that name it"
+            )
+
+
+_WORDS = re.compile(r"\"([^\"]+)\"|'([^']+)'|([^\s'\",=\[\]{}]+)")
+
+
+def _source(name: str) -> str:
+    """Returns the absolute path of a file with code, or else the name without suffixes."""
+    file = re.match(r"(.+?\.py)(?::|$)", name)
+    return str(Path(file[1]).expanduser().resolve()) if file else name.partition("+")[0]
 
 
 def _plain(value: object) -> object:

@@ -346,6 +346,8 @@ class Problem:
 class Checked:
     files: int
     problems: tuple[Problem, ...]
+    foreign_names: tuple[str, ...] = ()
+    """Code outside the suite, and models and data on a hub, that cells name."""
 
 
 def check_folder(store: Store) -> Checked:
