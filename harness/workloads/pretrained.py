@@ -217,6 +217,8 @@ def _number(config: PretrainedConfig, name: str) -> int:
 
 
 def _cannot_train(config: PretrainedConfig, kind: Kind) -> str:
+    if getattr(config, "quantization_config", None):
+        return "has quantised weights, which would train as fp32; give the model without them"
     if kind not in ("classification", "tokens", "image"):
         return ""
     if _number(config, "num_labels") < 2:

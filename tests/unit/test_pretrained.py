@@ -254,3 +254,11 @@ def test_a_speech_model_hears_its_text(tmp_path: Path) -> None:
     assert both.shape == (1, 8, 32)
     assert torch.equal(both, torch.cat([low[..., :16], high[..., 16:]], dim=2))
     assert not torch.isclose(low, high).any()
+
+
+@pytest.mark.parametrize("method", ["gptq", "fp8", "mxfp4"])
+def test_quantised_weights_are_not_trained_as_if_they_were_plain(
+    tmp_path: Path, method: str
+) -> None:
+    workload = save_config(tmp_path, "llama", quantization_config={"quant_method": method})
+    assert "quantised weights" in refusal("ddp", workload)
