@@ -305,3 +305,47 @@ def test_a_quantised_base_of_litgpt_keeps_more() -> None:
     words = "llama-2-7b --gpus a10g --method qlora --seq 512 --micro-batch 2 --set base=nf4"
     answer = asked(f"{words} --like litgpt --lora-rank 32")
     assert answer["allocated_bytes"] == pytest.approx(13.68e9, rel=0.07)
+
+
+def test_old_code_of_a_quantised_llama_under_fsdp_is_not_called_certain() -> None:
+    """Llama 2 70B ran out of memory on two A100-80 (fms-acceleration's benchmarks)."""
+    words = "llama-2-70b --gpus 2xa100-80gb --method qlora --like fms --seq 4096 --targets q,k,v,o"
+    answer = asked(f"{words} --sharding full --set library=transformers-2024")
+    assert 0.5 < answer["fits"] <= 0.9
+
+
+@pytest.mark.parametrize(("loss", "per_logit"), [("plain", 12), ("fused", 8)])
+def test_bytes_of_logits_hold_for_two_vocabularies(loss: str, per_logit: int) -> None:
+    """Llama 3 8B and PowerLM keep as many on one GPU and on two (their published peaks)."""
+    for model in ("llama-8b", "llama-7b"):
+        shape = parse_shape(model)
+        for gpus in (1, 2):
+            short, long = (
+                footprint(
+                    shape,
+                    Recipe(
+                        adapter=Adapter(),
+                        recompute="full",
+                        sequence=sequence,
+                        loss=loss,  # type: ignore[arg-type]
+                        gpus=gpus,
+                        sharding="full" if gpus > 1 else "none",
+                    ),
+                ).loss
+                for sequence in (4096, 8192)
+            )
+            logits = 4096 * shape.vocabulary
+            others = 4096 * (2 * shape.layers + 6) * shape.hidden
+            assert (long - short - others) / logits == pytest.approx(per_logit, abs=0.01)
+
+
+def test_a_chunk_of_torchtune_is_an_eighth_of_the_tokens() -> None:
+    """QLoRA of Llama 3.2 3B took 4.9 GB, more than without such chunks (torchtune's README)."""
+    words = (
+        "llama-3.2-3b --gpus a100-80gb --method qlora --like torchtune --micro-batch 2 --seq 4096"
+    )
+    plain, torchtune = (
+        asked(f"{words} --accumulation 1 --set library={library}")["allocated_bytes"]
+        for library in ("transformers", "native")
+    )
+    assert torchtune > plain

@@ -28,6 +28,9 @@ RETURNED_BYTES = 7.5
 CHUNK_BYTES = 8
 """Bytes per token and hidden element of a chunk's logits. Liger makes as many chunks as the
 vocabulary is wider than the hidden states."""
+TORCHTUNE_CHUNKS, CHUNK_LOGIT_BYTES = 8, 10.0
+"""Number of chunks that torchtune makes, and bytes per logit of the current one: bf16, fp32 and
+gradient."""
 QUANTISED_LITGPT_BYTES = 27.0
 """Further bytes per token and hidden element that a quantised layer of litgpt keeps. Four published
 peaks give 23 to 30; the cause is not known."""
@@ -301,6 +304,10 @@ def _logits(shape: ModelShape, recipe: Recipe) -> float:
     if loss == "chunked":
         head = 0.0 if recipe.adapter else STATES[recipe.precision].element
         chunk = recipe.tokens * (CHUNK_BYTES + FINAL_NORM_BYTES) * shape.hidden
+        if recipe.library == "native":
+            chunk = max(
+                chunk, recipe.tokens / TORCHTUNE_CHUNKS * CHUNK_LOGIT_BYTES * shape.vocabulary
+            )
         return (chunk + head * shape.embedding_parameters) / recipe.tensor
     per_logit = LOGIT_BYTES[loss][recipe.gathers] + CAP_BYTES * shape.softcapped
     per_logit += RETURNED_BYTES * (
