@@ -71,7 +71,7 @@ def read_cached(file: Path) -> str | None:
     therefore removed."""
     try:
         return unsealed(file.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError:
         remove_damaged(file)
@@ -90,7 +90,7 @@ def file_digest(file: Path) -> str:
     """Returns a file's SHA-256; empty if there is no such file. Reads an unchanged file once."""
     try:
         of = file.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return ""
     return _digest(file, of.st_size, of.st_mtime_ns)
 
