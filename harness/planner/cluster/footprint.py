@@ -37,6 +37,9 @@ peaks give 23 to 30; the cause is not known."""
 PREFETCHED, REDUCED = 1e9, 5e8
 """Parameters that DeepSpeed's ZeRO-3 keeps gathered at most (`stage3_max_live_parameters`), and
 gradients that it reduces at once, from one of two buffers (`reduce_bucket_size`)."""
+BUCKETS = 4e9
+"""Further bytes of DeepSpeed's buckets, by eight published peaks of 1.8 to 72 billion parameters
+on one, two and four GPUs."""
 PINNED = 1.5
 """Host memory relative to the tensors in it. torch rounds pinned blocks up to powers of two, and
 processes have memory of their own; a run of 485 GiB took 750 to 800 GB."""
@@ -145,6 +148,7 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
     if recipe.gpus > 1 and recipe.sharding == "none":
         # DDP's buckets.
         resident += gradient * trained
+    resident += BUCKETS * (recipe.library == "deepspeed")
     gathered = _gathered(shape, recipe) / recipe.tensor
     accumulated = gradients if recipe.accumulation > 1 else 0.0
     activations = _activations(shape, recipe)
