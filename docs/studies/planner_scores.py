@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -64,33 +64,6 @@ class HeldOutRuns:
     memory_half_width: Floats
     fits: Floats
     runs: Floats
-
-
-@dataclass(frozen=True)
-class ClusterScores:
-    """Prediction scores, as shares unless noted."""
-
-    rows: int
-    consistent_rows: int
-    time_error: float
-    """Median over consistent rows."""
-    time_error_all: float
-    near_error: float
-    """Median over rows at least half as fast as the best."""
-    memory_error: float
-    """Median over all measured rows."""
-    rank_correlation: float
-    """Lowest Spearman correlation of any large enough group, or NaN."""
-    pick_loss: float
-    """Mean slowdown of the first choice against the best; 1 if it failed."""
-    top_three_loss: float
-    """Mean slowdown of the best of the top three."""
-    failures_foreseen: float
-    false_alarms: float
-    false_alarms_consistent: float
-    covered: float
-    covered_all: float
-    memory_covered: float
 
 
 def inside(runs: MeasuredRuns, held: HeldOutRuns) -> tuple[Bools, Bools]:
@@ -171,7 +144,10 @@ def parts_by_nodes(runs: MeasuredRuns) -> dict[str, Bools]:
     return {f"{nodes} nodes": runs.nodes == nodes for nodes in np.unique(runs.nodes)}
 
 
-def score(runs: MeasuredRuns, cluster: Cluster, held: HeldOutRuns) -> ClusterScores:
+def score(runs: MeasuredRuns, cluster: Cluster, held: HeldOutRuns) -> pd.Series:
+    """Returns median errors and shares. `near` means at least half as fast as the group's best; the
+    rank correlation is the lowest of a large enough group; losses are mean slowdowns of the first
+    choice, or of the best of three, and 1 if it failed."""
     ran, consistent = runs.ran, runs.consistent() & runs.ran
     with np.errstate(invalid="ignore"):
         errors = np.abs(held.seconds / runs.seconds - 1)
@@ -192,22 +168,24 @@ def score(runs: MeasuredRuns, cluster: Cluster, held: HeldOutRuns) -> ClusterSco
         triples.append(min(losses[:3]))
     in_time, in_memory = inside(runs, held)
     said = held.runs < REFUSED_BELOW
-    return ClusterScores(
-        rows=int(ran.sum()),
-        consistent_rows=int(consistent.sum()),
-        time_error=float(np.median(errors[consistent])),
-        time_error_all=float(np.median(errors[ran])),
-        near_error=float(np.median(errors[near])),
-        memory_error=float(np.nanmedian(of_memory[ran])),
-        rank_correlation=float(min(correlations, default=np.nan)),
-        pick_loss=float(np.mean(picks)),
-        top_three_loss=float(np.mean(triples)),
-        failures_foreseen=float(np.mean(said[~ran])) if (~ran).any() else float("nan"),
-        false_alarms=float(np.mean(said[ran])),
-        false_alarms_consistent=float(np.mean(said[consistent])),
-        covered=float(np.mean(in_time[consistent])),
-        covered_all=float(np.mean(in_time[ran])),
-        memory_covered=float(np.mean(in_memory[ran])),
+    return pd.Series(
+        {
+            "rows": int(ran.sum()),
+            "consistent_rows": int(consistent.sum()),
+            "time_error": float(np.median(errors[consistent])),
+            "time_error_all": float(np.median(errors[ran])),
+            "near_error": float(np.median(errors[near])),
+            "memory_error": float(np.nanmedian(of_memory[ran])),
+            "rank_correlation": float(min(correlations, default=np.nan)),
+            "pick_loss": float(np.mean(picks)),
+            "top_three_loss": float(np.mean(triples)),
+            "failures_foreseen": float(np.mean(said[~ran])) if (~ran).any() else float("nan"),
+            "false_alarms": float(np.mean(said[ran])),
+            "false_alarms_consistent": float(np.mean(said[consistent])),
+            "covered": float(np.mean(in_time[consistent])),
+            "covered_all": float(np.mean(in_time[ran])),
+            "memory_covered": float(np.mean(in_memory[ran])),
+        }
     )
 
 
@@ -290,7 +268,7 @@ def main(
     parts = {**parts_by_model(runs), **parts_by_nodes(runs)}
     document = {
         "scores": {
-            name: asdict(score(runs, cluster, one))
+            name: score(runs, cluster, one).to_dict()
             for name, one in held.items()
             if name != MORE_NODES
         },
