@@ -190,6 +190,10 @@ def plan(
         raise UsageError(f"price {price:g}: give a price above 0 and at most {MAX_PRICE:g}")
     count, gpu = parse_gpus(gpus)
     cluster = cluster_of(gpu.host_name, gpus_per_node, link, host_memory_bytes)
+    if results is not None:
+        from harness.planner.own_runs import measured_cluster
+
+        cluster = measured_cluster(cluster, Path(results))
     recipe = precision_named(precision)
     program = named("program", like, PROGRAMS) if like else ""
     question = ClusterQuestion(

@@ -22,7 +22,7 @@ from harness.planner.cluster.question import ClusterQuestion, PlannedLayout, Pla
 from harness.planner.cluster.recipe import RECOMPUTE, SUITE_CELLS, Adapter, Precision, Recipe
 from harness.planner.fits import MEMORY_SHARE, FitQuestion, launch_bound, tokens_per_second
 from harness.record.store import Store
-from harness.record.trial import DeviceSpeed, SpeedMeasurement
+from harness.record.trial import SpeedMeasurement
 from harness.seam.registry import make_strategy, strategies
 from harness.workloads import make_workload
 
@@ -139,17 +139,13 @@ def _training_of(cell: Cell) -> tuple[ModelShape, Recipe] | None:
 
 
 def with_own_runs(question: FitQuestion, folder: Path) -> FitQuestion:
-    """Returns the question with the GPU's rates as a folder's runs measured them, unless
-    hardware.yaml has them, and anchored with its trainings. Raises UsageError if there are
-    neither."""
+    """Returns the question with its GPU's measured rates, and anchored with a folder's trainings.
+    Raises UsageError if there are neither."""
     gpu = question.gpu
-    speed = None if gpu.host_name in best_products() else _measured_speed(folder, gpu)
-    if speed and (product := speed.matmul_flops_per_second.get("bf16")):
-        bandwidth = speed.copy_bytes_per_second / MEMORY_SHARE
+    if rates := _measured_rates(folder, gpu):
+        flops, bandwidth = rates
         faster = dataclasses.replace(
-            gpu,
-            bf16_flops_per_second=product / USUAL_SHARE,
-            memory_bytes_per_second=bandwidth,
+            gpu, bf16_flops_per_second=flops, memory_bytes_per_second=bandwidth
         )
         question = dataclasses.replace(question, gpu=faster, measured=str(folder))
     try:
@@ -164,13 +160,33 @@ def with_own_runs(question: FitQuestion, folder: Path) -> FitQuestion:
         raise
 
 
-def _measured_speed(folder: Path, gpu: GpuModel) -> DeviceSpeed | None:
-    """Returns the newest rates of such a GPU; None if no run measured any."""
+def measured_cluster(cluster: Cluster, folder: Path) -> Cluster:
+    """Returns the cluster with its device's measured rates, if a folder has any."""
+    rates = _measured_rates(folder, gpu_named(cluster.device))
+    if rates is None:
+        return cluster
+    flops, bandwidth = rates
+    return dataclasses.replace(
+        cluster,
+        flops_per_second=flops,
+        reached_flops_per_second=USUAL_SHARE * flops,
+        memory_bytes_per_second=bandwidth,
+        measured=str(folder),
+    )
+
+
+def _measured_rates(folder: Path, gpu: GpuModel) -> tuple[float, float] | None:
+    """Returns the peak FLOP/s and memory bytes per second that fit the products and copies that the
+    newest run on such a GPU timed. None without any, or if hardware.yaml has the GPU."""
+    if gpu.host_name in best_products():
+        return None
     runs, found = Store(folder).load(steps=False).runs, None
     for gpus, text in zip(runs.gpus, runs.device_speed, strict=True):
         measured = SpeedMeasurement.read(text)
-        if measured and measured.speed and {*map(gpu_model, gpus)} == {gpu}:
-            found = measured.speed
+        if not measured or not measured.speed or {*map(gpu_model, gpus)} != {gpu}:
+            continue
+        if product := measured.speed.matmul_flops_per_second.get("bf16"):
+            found = product / USUAL_SHARE, measured.speed.copy_bytes_per_second / MEMORY_SHARE
     return found
 
 
@@ -184,7 +200,14 @@ def fit_error(question: FitQuestion, shape: ModelShape, recipe: Recipe, seconds:
 def anchored(calibration: ClusterCalibration, folder: Path, cluster: Cluster) -> ClusterCalibration:
     """Returns constants whose times are anchored; raises UsageError without usable runs."""
     errors = []
-    for shape, recipe, seconds in measured_trainings(folder, gpu_named(cluster.device)):
+    try:
+        trainings = measured_trainings(folder, gpu_named(cluster.device))
+    except UsageError:
+        if not cluster.measured:
+            raise
+        source = f"{calibration.source}; rates of products and copies as measured in {folder}"
+        return dataclasses.replace(calibration, source=source)
+    for shape, recipe, seconds in trainings:
         if recipe.adapter:
             continue
         layout = PlannedLayout(

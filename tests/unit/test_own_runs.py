@@ -18,6 +18,8 @@ from harness.cell.errors import UsageError
 from harness.host.gpu_models import gpu_named
 from harness.planner import own_runs
 from harness.planner.cluster.anchor import BIAS, NOISE, USUAL_FACTOR, anchor_of
+from harness.planner.cluster.calibration import load
+from harness.planner.cluster.hardware import cluster_of
 from harness.planner.own_runs import TABLE, fit_error, measured_trainings
 from tests.commands import told
 
@@ -119,5 +121,8 @@ def test_rates_that_a_run_measured_replace_those_of_a_data_sheet(
     assert question.gpu.memory_bytes == QUESTION.gpu.memory_bytes
     assert (question.gpu.bf16_flops_per_second or 0) * 0.8 == pytest.approx(795e12, rel=0.01)
     assert (question.gpu.memory_bytes_per_second or 0) * 0.85 == pytest.approx(4.15e12, rel=0.01)
+    cluster = own_runs.measured_cluster(cluster_of("h200", 8, "nvlink"), folder)
+    assert cluster.reached_flops_per_second == pytest.approx(795e12, rel=0.01)
+    assert "as measured" in own_runs.anchored(load(), folder, cluster).source
     anchored = own_runs.with_own_runs(QUESTION, H200)
     assert anchored.anchor is not None

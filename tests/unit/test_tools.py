@@ -349,3 +349,10 @@ def test_a_chunk_of_torchtune_is_an_eighth_of_the_tokens() -> None:
         for library in ("transformers", "native")
     )
     assert torchtune > plain
+
+
+def test_a_large_quantised_base_fits_two_small_gpus_with_offload() -> None:
+    """QLoRA of Llama 2 70B ran on two cards of 24 GB with FSDP's offload (axolotl, pull 1428)."""
+    words = "llama-2-70b --gpus 2x3090 --method qlora --like axolotl --seq 512 --micro-batch 1"
+    assert asked(words)["verdict"] != "yes"
+    assert asked(f"{words} --offload yes")["verdict"] == "yes"

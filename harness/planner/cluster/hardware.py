@@ -13,7 +13,6 @@ from harness.cell.errors import UsageError
 from harness.host.gpu_models import TERA, GpuModel, gpu_named
 from harness.planner.cluster.calibration import Floats, Ints
 from harness.planner.cluster.device_rates import (
-    HOPPER,
     USUAL_SHARE,
     WIRE_SHARE,
     best_products,
@@ -57,15 +56,12 @@ class Cluster:
     """Rate of a node's disks, shared by its devices."""
     disk_bytes: float = 30e12
     """Disk space per node."""
+    measured: str = ""
+    """Folder of the runs that measured the device's rates; empty if they are published ones."""
 
     @property
     def host_memory_assumed(self) -> bool:
         return self.host_memory_bytes == HOST_MEMORY_SHARE * self.memory_bytes * self.per_node
-
-    @property
-    def is_hopper(self) -> bool:
-        """Whether the devices are as fast as Hopper or later GPUs."""
-        return self.flops_per_second >= HOPPER
 
     @property
     def is_one_node(self) -> bool:

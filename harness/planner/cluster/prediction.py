@@ -14,6 +14,7 @@ from scipy.special import ndtr, ndtri
 from harness.cell.errors import UsageError
 from harness.host.gpu_models import gpu_named
 from harness.planner.cluster.calibration import Bools, ClusterCalibration, Floats, Ints
+from harness.planner.cluster.device_rates import HOPPER
 from harness.planner.cluster.footprint import MOST_CERTAIN, usable_bytes
 from harness.planner.cluster.layout_memory import (
     LayoutMemory,
@@ -130,8 +131,8 @@ def predict(
     """Predicts every layout; `first_stage_only` selects the memory of rank 0, as measured."""
     shape, cluster, spread = question.shape, question.cluster, calibration.spread
     anchor = calibration.anchor
-    constants = calibration.time_on(question.like, cluster.links, cluster.is_hopper)
-    time = step_time(question, layouts, constants)
+    hopper = cluster.flops_per_second >= HOPPER
+    time = step_time(question, layouts, calibration.time_on(question.like, cluster.links, hopper))
     time = time.scaled(anchor.factor) if anchor else time
     native = native_memory(question, layouts)
 
@@ -222,7 +223,7 @@ def _unmeasured(
 ) -> Floats:
     kinds = unmeasured_kinds(question, layouts, calibration)
     squares = UNMEASURED**2 * np.sum(list(kinds.values()), axis=0)
-    if not question.cluster.device.startswith(COMPARED):
+    if not question.cluster.measured and not question.cluster.device.startswith(COMPARED):
         squares = squares + NEW_DEVICE**2
     result: Floats = np.sqrt(squares + OFFLOADED**2 * (layouts.offload > 0))
     return result
