@@ -220,7 +220,7 @@ def _show(answer: ClusterPlan, sentences: list[str], source: str, written: list[
     ]
     for sentence in (*sentences, *missing):
         console.print(escape(sentence))
-    dropped = ", ".join(f"{count} for {reason}" for reason, count in answer.dropped.items())
+    dropped = ", ".join(f"{count:,} for {reason}" for reason, count in answer.dropped.items())
     console.print(
         f"{plural(answer.considered, 'layout')} considered; left out, as they cannot run:"
         f" {dropped or 'none'}"
