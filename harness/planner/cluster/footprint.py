@@ -307,7 +307,7 @@ def _logits(shape: ModelShape, recipe: Recipe) -> float:
     loss = recipe.loss_code
     if loss == "chunked":
         head = 0.0 if recipe.adapter else STATES[recipe.precision].element
-        chunk = recipe.tokens * (CHUNK_BYTES + FINAL_NORM_BYTES) * shape.hidden
+        chunk: float = recipe.tokens * (CHUNK_BYTES + FINAL_NORM_BYTES) * shape.hidden
         if recipe.library == "native":
             chunk = max(
                 chunk, recipe.tokens / TORCHTUNE_CHUNKS * CHUNK_LOGIT_BYTES * shape.vocabulary
