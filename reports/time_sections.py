@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from harness.analysis.cell_result import CellResult
 from harness.analysis.summary import PARTS
 from harness.cell.errors import plural
+from harness.cell.schedules import bubble_theory, schedule_of
 from harness.record.profile_record import COMPONENTS, SPLIT
 from reports import blocks as ui
 from reports.bar_chart import MOST_ROWS, Bar, Bars, bars_of
@@ -358,38 +359,42 @@ def traffic_line(report: RunReport) -> str:
     )
 
 
-def bubble_theory(stages: int, micro_batches: int) -> float:
-    """Returns (p - 1) / (m + p - 1), p stages, m micro-batches (Huang et al., arXiv 1811.06965)."""
-    return (stages - 1) / (micro_batches + stages - 1)
+def _waiting(report: RunReport) -> list[CellResult]:
+    """Returns cells with a measured bubble, by schedule, the fewest micro-batches first."""
+    cells = [cell for cell in report.cells if bubble_of(cell) is not None]
+    return sorted(cells, key=lambda c: (c.cell.workload, schedule_of(c.cell), c.cell.micro_batches))
+
+
+def bubble_of(cell: CellResult) -> tuple[float, float | None] | None:
+    """Returns the measured bubble and its theory; None for cells without a pipeline."""
+    stages = cell.placement.pipeline_parallel or 0
+    if cell.times.bubble_fraction is None or stages < 2:
+        return None
+    return cell.times.bubble_fraction, bubble_theory(cell.cell, stages)
 
 
 def bubble_bars(report: RunReport) -> list[Bars]:
-    """Charts measured and theoretical bubbles in percent, smallest first."""
-    measured = [
-        (cell.times.bubble_fraction, bubble_theory(stages, cell.cell.micro_batches), cell)
-        for cell in report.cells
-        if cell.times.bubble_fraction is not None
-        and (stages := cell.placement.pipeline_parallel or 0) > 1
-    ]
+    """Charts measured and theoretical bubbles in percent."""
+    measured = _waiting(report)
     if not measured:
         return []
     main = main_workload(report.cells)
 
-    def bar(row: tuple[float, float, CellResult]) -> Bar:
-        share, theory, cell = row
-        text = f"{percent(share)} ({percent(theory)})"
-        label = chart_name(cell, main)
-        return Bar(label, share * 100, text, marks=marks(cell), target=theory * 100)
+    def bar(cell: CellResult) -> Bar:
+        share, theory = bubble_of(cell) or (0.0, None)
+        target = None if theory is None else theory * 100
+        text = percent(share) + ("" if theory is None else f" ({percent(theory)})")
+        return Bar(chart_name(cell, main), share * 100, text, marks=marks(cell), target=target)
 
     return [
         bars_of(
             "bubble",
             "Share of stage time spent waiting",
-            "bubble (% of stage time), in brackets the theory's",
-            sorted(measured, key=lambda row: row[0]),
+            "bubble (% of stage time), in brackets the schedule's theory",
+            measured,
             bar,
-            "Pipeline bubble, measured and in brackets by theory",
-            notes_for([cell for *_, cell in measured]),
+            "Pipeline bubble, measured and in brackets by the schedule's theory",
+            notes_for(measured),
         )
     ]
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from harness.cell.cell import Cell
+from harness.cell.schedules import FORWARDS_FIRST, Schedule
 from harness.cell.training import EXACT, Layout, States, Tolerance, TrainStep
-from harness.seam.formulas import FORWARDS_FIRST, Schedule, blocks_of_stage, in_flight
+from harness.seam.formulas import blocks_of_stage, in_flight
 from harness.seam.job import Job
 
 if TYPE_CHECKING:

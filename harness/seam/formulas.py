@@ -3,10 +3,11 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from harness.cell.cell import Cell
 from harness.cell.errors import Refused
+from harness.cell.schedules import FORWARDS_FIRST, V_SHAPED
 from harness.cell.training import Layout, States
 from harness.seam.optimizers import optimizer_bytes
 
@@ -221,17 +222,6 @@ def fullest_share(sizes: Iterable[int], ranks: int) -> int:
     for size in sizes:
         shares[shares.index(min(shares))] += size
     return max(shares)
-
-
-Schedule = Literal[
-    "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"
-]
-V_SHAPED = ("zbv", "dualpipev")
-"""Schedules with one stage per rank on each arm of a V; the first rank has both ends."""
-FORWARDS_FIRST = ("gpipe", "looped_bfs")
-"""Schedules that run all forwards before the first backward."""
-WEIGHTS_APART = ("interleaved_zero_bubble", *V_SHAPED)
-"""Schedules that compute weight gradients in separate passes."""
 
 
 def blocks_of_stage(blocks: int, stage: int, stages: int) -> range:

@@ -5,13 +5,11 @@ from typing import Any
 from pydantic import Field
 
 from harness.cell.errors import Refused
+from harness.cell.schedules import V_SHAPED, WEIGHTS_APART, Schedule, stages_of_rank
 from harness.cell.training import Layout, States, TrainStep
 from harness.seam import Capabilities, Cell, Export, Job, ModelFacts, Strategy
 from harness.seam.checkpoints import OF_STAGES
 from harness.seam.formulas import (
-    V_SHAPED,
-    WEIGHTS_APART,
-    Schedule,
     check_micro_batches,
     hidden_bytes,
     pipeline_states,
@@ -52,9 +50,7 @@ class Pipeline(Strategy):
 
     @property
     def _per_rank(self) -> int:
-        if self.schedule in ("gpipe", "1f1b"):
-            return 1
-        return 2 if self.schedule in V_SHAPED else self.stages_per_rank
+        return stages_of_rank(self.schedule, self.stages_per_rank)
 
     def _stages_of(self, rank: int, ranks: int) -> tuple[int, ...]:
         count = ranks * self._per_rank

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from harness.cell.errors import Refused
+from harness.cell.schedules import Schedule
 from harness.cell.training import Layout, Retained, States, TrainStep
 from harness.seam import Capabilities, Cell, Export, Job, ModelFacts, Strategy
 from harness.seam.checkpoints import OF_STAGES
 from harness.seam.formulas import (
-    Schedule,
     check_micro_batches,
     dealt_out_states,
     model_states,

@@ -16,7 +16,6 @@ from reports.names import NOT_RANKED
 from reports.run_report import ran
 from reports.run_sections import run_text
 from reports.speed_sections import scaling, throughput_bars
-from reports.time_sections import bubble_theory
 from tests.unit.made_results import stored, trial_rows
 
 FASTEST = ("a", "Fastest, Least memory")
@@ -71,7 +70,6 @@ def test_figure_data_by_hand(results: Results) -> None:
     alone = (40 * 41 * 40.5) ** (1 / 3) * 64
     assert [devices for devices, _ in strong.ideal] == [1, 2]
     assert [rate for _, rate in strong.ideal] == pytest.approx([alone, 2 * alone])
-    assert bubble_theory(2, 4) == pytest.approx(1 / 5)
 
 
 @pytest.mark.parametrize("regime", ["strong", "weak"])
