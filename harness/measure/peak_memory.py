@@ -53,6 +53,8 @@ class Peak:
     host: int | None = None
     """A GPU rank's resident memory without file pages, above the baseline after imports; includes
     resident pinned pages."""
+    by_device: tuple[int, ...] = ()
+    """Peak allocated bytes on each of the process's GPUs; empty on CPUs."""
 
 
 class MemoryMeter:
@@ -197,9 +199,9 @@ class MemoryMeter:
         if self.device.type == "cuda":
             import torch
 
-            allocated = max(torch.cuda.max_memory_allocated(gpu) for gpu in self.devices)
+            by_device = tuple(torch.cuda.max_memory_allocated(gpu) for gpu in self.devices)
             reserved = max(torch.cuda.max_memory_reserved(gpu) for gpu in self.devices)
-            return Peak(allocated, reserved, self.method, self._host_peak())
+            return Peak(max(by_device), reserved, self.method, self._host_peak(), by_device)
         if not self.usable:
             return Peak(None, None, "unknown: the kernel does not reset VmHWM")
         status = _status()

@@ -284,6 +284,7 @@ class TrialRecord(Record):
     peak_memory_bytes: Int64 | None = None
     """largest peak of a rank"""
     peak_memory_bytes_by_rank: tuple[Int64, ...] = ()
+    """by rank, or by GPU if one process drives several"""
     reserved_memory_bytes: Int64 | None = None
     """peak reserved by the CUDA caching allocator, largest rank"""
     reserved_memory_bytes_by_rank: tuple[Int64, ...] = ()

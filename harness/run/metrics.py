@@ -227,9 +227,10 @@ def _time_slices(
 
 
 def _with_memory(trial: TrialRecord, ranks: Sequence[TrainedAnswer]) -> TrialRecord:
-    """Adds the peaks of ranks that are measured like rank 0, which excludes parameter servers."""
+    """Adds the peaks of ranks that are measured like rank 0, which excludes parameter servers. A
+    process with several devices, as of DataParallel, counts as one rank per device."""
     method = ranks[0].memory_method
-    peaks = all_known([rank.peak_memory_bytes for rank in ranks if rank.memory_method == method])
+    peaks = all_known([p for rank in ranks if rank.memory_method == method for p in rank.peaks])
     reserved = [r for rank in ranks if (r := rank.reserved_memory_bytes) is not None]
     return replace(
         trial,

@@ -83,6 +83,9 @@ MOST_TIMED_STEPS = 200
 
 
 class Loop:
+    peak_by_device: tuple[int, ...] = ()
+    """Peak bytes on each GPU of the process; empty on CPUs."""
+
     def __init__(
         self,
         spec: TrialSpec,
@@ -359,6 +362,8 @@ class Loop:
         self.peak_allocated = _larger(self.peak_allocated, peak.allocated)
         self.peak_reserved = _larger(self.peak_reserved, peak.reserved)
         self.peak_host = _larger(self.peak_host, peak.host)
+        before = self.peak_by_device or peak.by_device
+        self.peak_by_device = tuple(map(max, before, peak.by_device))
 
     def verify(self) -> None:
         """Compares or saves the parameters."""

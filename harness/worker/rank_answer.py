@@ -86,6 +86,13 @@ class TrainedAnswer:
     """Tokens per expert in a warm-up step, by block; empty if another rank counts them."""
     collectives: tuple[str, ...] = ()
     """Collectives of a warm-up step with their dtypes; empty if they are unknown."""
+    peak_by_device: tuple[int, ...] = ()
+    """Peak bytes on each GPU of the process; empty on CPUs."""
+
+    @property
+    def peaks(self) -> tuple[int | None, ...]:
+        """Peak bytes on each device of the process."""
+        return self.peak_by_device or (self.peak_memory_bytes,)
 
 
 @dataclass(frozen=True)

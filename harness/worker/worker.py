@@ -382,6 +382,7 @@ def _measurements(loop: Loop, setup_seconds: float, setup_peak: int | None) -> T
         steps=tuple(loop.steps),
         time_slices=tuple(loop.slices_began),
         peak_memory_bytes=loop.peak_allocated,
+        peak_by_device=loop.peak_by_device,
         reserved_memory_bytes=loop.peak_reserved,
         host_peak_bytes=loop.peak_host,
         memory_method=loop.meter.method,

@@ -254,6 +254,7 @@ def test_peaks_and_limit_are_those_of_all_devices(
     kept = bytearray(os.urandom(1)) * (64 * 2**20)
     peak = meter.peak()
     assert (peak.allocated, peak.reserved, meter.in_use()) == (40, 56, 24)
+    assert peak.by_device == (5, 10, 15, 20, 25, 30, 35, 40)
     if meter.usable:
         assert peak.host is not None
         assert 0.95 * len(kept) < peak.host < 2 * len(kept)

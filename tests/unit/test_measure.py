@@ -145,6 +145,10 @@ def test_peaks_and_imbalance_are_those_of_the_ranks() -> None:
     row = figures(CELL, [*ranks, server], FACTS, None)
     assert row.peak_memory_bytes_by_rank == (100, 200)
     assert row.setup_peak_memory_bytes == 50
+    process = answer(0, [1.0], peak_memory_bytes=300, peak_by_device=(300, 100))
+    row = figures(CELL, [process], FACTS, None)
+    assert row.peak_memory_bytes_by_rank == (300, 100), "one process, as of DataParallel"
+    assert (row.peak_memory_bytes, row.memory_imbalance) == (300, pytest.approx(1.5))
     assert imbalance([]) is None
 
 
