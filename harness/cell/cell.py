@@ -101,8 +101,8 @@ class Cell(BaseModel):
     and amplifies rounding noise."""
     clip_norm: float | None = Field(default=None, gt=0)
     """Global 2-norm that gradients are clipped to. If None, they are not clipped."""
-    schedule: Literal["constant", "warmup_cosine"] = "constant"
-    """Learning rate over the parity segment: constant, or linear warm-up and cosine decay to
+    schedule: Literal["constant", "warmup", "warmup_cosine"] = "constant"
+    """Learning rate over the parity segment: constant, linear warm-up, or that and cosine decay to
     10%."""
     decay: Literal["all", "matrices"] = "all"
     """Parameters with weight decay: all, or only those with at least two dimensions."""

@@ -111,7 +111,7 @@ class TrialRecord(Record):
     clip_norm: float | None = None
     """2-norm that gradients are clipped to; null if they are not clipped"""
     schedule: str = "constant"
-    """learning-rate schedule: constant, warmup_cosine"""
+    """learning-rate schedule: constant, warmup, warmup_cosine"""
     decay: str = "all"
     """parameters with weight decay: all, matrices"""
     labels: str = "all"

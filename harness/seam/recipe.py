@@ -45,7 +45,7 @@ class RecipeState:
 
 
 def learning_rate_factor(cell: Cell, step: int) -> float:
-    """Returns the learning-rate factor at a step: a linear warm-up, then a cosine, down to
+    """Returns the learning-rate factor at a step: a linear warm-up, then 1 or a cosine, down to
     LAST_FACTOR at the end of the parity segment. It does not depend on the number of steps, since a
     reference run for later steps is longer."""
     if cell.schedule == "constant":
@@ -53,6 +53,8 @@ def learning_rate_factor(cell: Cell, step: int) -> float:
     warmup = max(1, round(WARMUP_SHARE * cell.parity_steps))
     if step < warmup:
         return (step + 1) / warmup
+    if cell.schedule == "warmup":
+        return 1.0
     done = min(1.0, (step - warmup) / max(1, cell.parity_steps - warmup))
     return LAST_FACTOR + (1 - LAST_FACTOR) * 0.5 * (1 + math.cos(math.pi * done))
 

@@ -30,6 +30,8 @@ def test_the_learning_rate_rises_and_then_falls_within_the_segment() -> None:
     assert all(a > b for a, b in itertools.pairwise(factors[3:13]))
     assert factors[12:] == pytest.approx([0.1] * 8)
     assert learning_rate_factor(Cell(strategy="single"), 5) == 1.0
+    risen = cell.model_copy(update={"schedule": "warmup"})
+    assert [learning_rate_factor(risen, step) for step in (1, 2, 19)] == [2 / 3, 1.0, 1.0]
 
 
 def test_only_matrices_decay() -> None:
