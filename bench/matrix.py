@@ -10,6 +10,7 @@
     workloads: {main: llama-mini}  # names that cells may use as their workload: main, main+lora
     numbers: {images: 32}          # names that cells may use as a number, such as their batch
     only_what_fits: true           # leaves out cells that exceed a device's memory by formula
+    rehearse: true                 # rehearses rank 0 of each cell, for the report's chart of states
     defaults: {batch: 8}           # axes of cells that do not set them
     hosts:                         # the first rule that fits the host extends the above
       - device: cuda
@@ -124,6 +125,9 @@ class Matrix(Sizes):
     timed seconds it does not."""
     only_what_fits: bool = False
     """Whether to leave out cells that by formula exceed a device's memory."""
+    rehearse: bool = False
+    """Whether to rehearse rank 0 of each cell before the run, so that the report compares its
+    states with the measured ones."""
     hosts: list[Rule] = Field(default_factory=list)
     cells: list[Axes] = Field(min_length=1)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from bench.expand import expand
 from bench.matrix import Matrix, axes_of, host_of, matrix_of, matrix_text, read_matrix
 from bench.run_options import CommandOptions
 from bench.select import baseline_choice, find_run
 from harness.cell.cell import Cell
-from harness.cell.errors import UsageError
+from harness.cell.errors import Refused, Unavailable, UsageError
 from harness.record.plan import Plan, matrix_name, require_named, resumable
 from harness.record.store import Store, require_plain_name
 from harness.run.allocation import launches_per_round, not_compared
@@ -126,6 +127,18 @@ def _matrix(options: CommandOptions) -> Matrix:
     return matrix_of({"cells": axes}, Matrix, FROM_PYTHON)
 
 
+def _rehearsed(cells: Iterable[Cell]) -> dict[str, int]:
+    """Returns what rank 0 keeps between steps in a rehearsal, in bytes by cell id; leaves out cells
+    that cannot be rehearsed."""
+    from harness.planner.follow_up import fullest_rank
+
+    found: dict[str, int] = {}
+    for cell in cells:
+        with contextlib.suppress(UsageError, Refused, Unavailable):
+            found[cell.id] = fullest_rank(cell).kept_bytes
+    return found
+
+
 def _new_plan(options: CommandOptions) -> Plan:
     matrix, host = _matrix(options), host_of(options.host, options.nodes or 1)
     name = options.matrix or FROM_PYTHON
@@ -153,6 +166,7 @@ def _new_plan(options: CommandOptions) -> Plan:
         timed_seconds=seconds,
         time_budget_seconds=budget,
         long_training=matrix.long_training and seconds > 0,
+        rehearsed=_rehearsed(plan.cells) if matrix.rehearse and not options.dry_run else {},
     )
     chosen = baseline_choice(options.baseline, plan.cells)
     if options.trials or not (plan.trials > 1 or seconds or budget is not None):

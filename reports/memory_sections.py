@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Sequence
@@ -102,6 +103,37 @@ def state_charts(report: RunReport) -> list[Bars]:
     return [
         state_stacks(group.rows, f"states-{i}", title, lambda cell: names[cell.cell_id])
         for i, (group, title) in enumerate(zip(groups, titles, strict=True))
+    ]
+
+
+def rehearsed_cells(report: RunReport) -> list[CellResult]:
+    """Returns the cells whose states were measured and rehearsed, by precision and strategy, on the
+    fewest ranks first."""
+    cells = [cell for cell in with_states(report.cells) if cell.cell_id in report.rehearsed]
+    return sorted(cells, key=lambda c: (c.cell.precision, c.cell.label, c.cell.devices))
+
+
+def rehearsed_bars(report: RunReport) -> list[Bars]:
+    """Charts states over the number of ranks: measured, rehearsed and by formula."""
+    cells = rehearsed_cells(report)
+    if not cells:
+        return []
+    factor, unit = memory_unit([cell.states.state_bytes or 0.0 for cell in cells])
+
+    def bar(cell: CellResult) -> Bar:
+        made = _stack(cell, chart_name(cell, main_workload(cells)), factor)
+        return dataclasses.replace(made, peak=report.rehearsed[cell.cell_id] / factor)
+
+    return [
+        bars_of(
+            "states-over-ranks",
+            "States over the number of ranks",
+            f"fullest rank ({unit})",
+            cells,
+            bar,
+            "States that a rank keeps between steps, measured, rehearsed and by formula",
+            kinds=tuple(KINDS),
+        )
     ]
 
 
@@ -251,6 +283,7 @@ RANKS: Numbers[RunReport] = Numbers(
     ],
 )
 STATE_PANELS: tuple[Panel[RunReport], ...] = (
+    Panel(rehearsed_bars, "legend rehearsed"),
     Panel(
         state_charts,
         "legend states",

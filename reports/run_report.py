@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -70,6 +70,12 @@ class RunReport:
     @functools.cached_property
     def largest(self) -> Largest | None:
         return largest(self.results) if is_search(self.run) else None
+
+    @functools.cached_property
+    def rehearsed(self) -> Mapping[str, int]:
+        """Bytes of states by a rehearsal, by cell id; see `Plan.rehearsed`."""
+        rehearsed: Mapping[str, int] = plan_of(self.run).get("rehearsed", {})
+        return rehearsed
 
     @functools.cached_property
     def leading(self) -> Group | None:

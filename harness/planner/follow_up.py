@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 
@@ -28,6 +28,9 @@ from harness.planner.cluster.recipe import RECOMPUTE, SUITE_CELLS, SUITE_RECOMPU
 from harness.seam.base import Strategy
 from harness.seam.registry import make_strategy, strategies, validate, with_defaults
 from harness.workloads import make_workload
+
+if TYPE_CHECKING:
+    from harness.planner.rehearsal.rehearse import RankMemory
 
 TRIALS = 5
 """Trials per cell, enough for an interval."""
@@ -192,20 +195,21 @@ def rehearsed(
     if not cells:
         return dataclasses.replace(candidate, rehearsal="no strategy of the suite trains with it")
     try:
-        peak = rehearsed_bytes(cells[0], every_rank=candidate.layout.pipeline > 1)
+        rank = fullest_rank(cells[0], every_rank=candidate.layout.pipeline > 1)
     except (Refused, Unavailable, UsageError) as reason:
         return dataclasses.replace(candidate, rehearsal=str(reason))
+    peak = float(rank.peak_bytes)
     return dataclasses.replace(candidate, rehearsed_bytes=peak, rehearsal=cells[0].label)
 
 
-def rehearsed_bytes(cell: Cell, every_rank: bool = False) -> float:
-    """Returns the peak of a cell's fullest or first rank; raises as `rehearse` does."""
+def fullest_rank(cell: Cell, every_rank: bool = False) -> RankMemory:
+    """Rehearses a cell's fullest or first rank; raises as `rehearse` does."""
     from harness.planner.rehearsal.rehearse import rehearse
     from harness.planner.rehearsal.world import quiet
 
     on_cpu = cell.model_copy(update={"device": "cpu", "nodes": 1})
     with quiet():
-        return float(rehearse(on_cpu, () if every_rank else (0,)).fullest.peak_bytes)
+        return rehearse(on_cpu, () if every_rank else (0,)).fullest
 
 
 def _gathers_bf16(question: ClusterQuestion, layout: PlannedLayout) -> bool:

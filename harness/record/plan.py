@@ -75,6 +75,9 @@ class Plan:
     not_compared: frozenset[str] = frozenset()
     """Ids of cells that run once, to verify parity: fp32 twins, and cells with nothing to compare
     with."""
+    rehearsed: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that a rank keeps between steps by a rehearsal, by cell id; empty unless the matrix
+    asks for it."""
     launches_per_round: Mapping[str, int] = field(default_factory=dict)
     """Trials per round by cell id, for cells with more than one trial (baselines)."""
 
