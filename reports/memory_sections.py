@@ -301,7 +301,7 @@ def largest_blocks(report: RunReport) -> ui.Blocks:
     found = report.largest
     if found is None:
         return []
-    searched = "tokens of a sequence" if found.tokens else "blocks"
+    searched = found.growth.unit if found.growth.step else "blocks"
     trials = plural(sum(model.result.probes for model in found.models), "trial")
     about = prose("largest", searched=searched, budget=found.budget, trials=trials)
     return [
@@ -315,7 +315,7 @@ def largest_blocks(report: RunReport) -> ui.Blocks:
 def _largest_bars(found: Largest) -> Bars:
     ordered = sorted(found.models, key=lambda model: -(model.result.parameters or 0))
     best = ordered[0].result.parameters
-    scale, suffix = (1, "") if found.tokens else (MILLION, "M")
+    scale, suffix = (1, "") if found.growth.step else (MILLION, "M")
 
     def bar(model: LargestModel) -> Bar:
         row = model.result
@@ -331,19 +331,20 @@ def _largest_bars(found: Largest) -> Bars:
         )
 
     bars = tuple(map(bar, ordered))
-    what = "Longest sequence in" if found.tokens else "Largest trainable model in millions of"
+    unit = f"{'' if found.growth.step else 'millions of '}{found.growth.unit}"
     return Bars(
         "largest",
         "Largest size, measured and by the formula",
-        f"{'' if found.tokens else 'millions of '}{found.unit}; in brackets: over the formula's",
+        f"{unit}; in brackets: over the formula's",
         bars,
-        f"{what} {found.unit}, in brackets over the formula's: {first_few(bars, len(bars))}",
+        f"{found.growth.what.capitalize()} that trains in {unit}, in brackets over the formula's:"
+        f" {first_few(bars, len(bars))}",
     )
 
 
 def _largest_table(found: Largest) -> ui.Table:
-    unit, what = (found.unit, "sequence" if found.tokens else "model")
-    most, least = ("longest", "shortest") if found.tokens else ("largest", "smallest")
+    unit, (most, what) = found.growth.unit, found.growth.what.split()
+    least = {"longest": "shortest", "widest": "narrowest"}.get(most, "smallest")
     allowed = "largest size by states, activations and temporary memory"
     columns: list[AnyColumn] = [
         figure("Ranks", "devices", lambda ranks: plain(ranks or None)),
@@ -351,7 +352,9 @@ def _largest_table(found: Largest) -> ui.Table:
         figure(
             "Too large", "result.next_parameters", plain, unit, f"the {least} {what} that does not"
         ),
-        figure("Search step", "result.step", plain, unit, "" if found.tokens else "of one block"),
+        figure(
+            "Search step", "result.step", plain, unit, "" if found.growth.step else "of one block"
+        ),
         figure("Formula", "result.predicted", plain, unit, allowed),
         figure("Reached / formula", "result.ratio"),
         size_column("Peak", "result.peak_memory_bytes", "fullest rank"),

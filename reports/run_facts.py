@@ -15,7 +15,7 @@ from harness.analysis.maxsize import MaxsizeResult, limits, maxsize_results, ord
 from harness.analysis.summary import GpuTime, gpu_time
 from harness.cell.cell import Cell
 from harness.cell.errors import plural
-from harness.record.plan import MATRIX, Plan
+from harness.record.plan import BLOCKS, MATRIX, Growth, Plan
 from harness.record.profile_record import COMPONENTS, SPLIT, ProfileRecord
 from harness.record.run_record import RunRecord
 from harness.record.trial import SpeedMeasurement, TrialRecord
@@ -197,7 +197,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class LargestModel:
-    """A strategy's largest size (parameters or tokens) and the cell that reached it."""
+    """A strategy's largest size and the cell that reached it."""
 
     result: MaxsizeResult
     cell_id: str
@@ -221,20 +221,14 @@ class Largest:
     order: tuple[str, ...]
     limits: tuple[tuple[str, str], ...]
     """Strategy, and what filled its memory or why it has no size."""
-    tokens: bool = False
+    growth: Growth = BLOCKS
+    gains: tuple[str, ...] = ()
+    """What the last strategy of each chain reaches over the first."""
 
     @property
     def winner(self) -> LargestModel | None:
         reached = [model for model in self.models if model.result.parameters]
         return max(reached, key=lambda model: model.result.parameters or 0, default=None)
-
-    @property
-    def unit(self) -> str:
-        return "tokens" if self.tokens else "parameters"
-
-    @property
-    def what(self) -> str:
-        return "longest sequence" if self.tokens else "largest model"
 
 
 def is_search(run: RunRecord) -> bool:
@@ -265,16 +259,30 @@ def largest(results: Results) -> Largest | None:
         tuple(_model(row, cells.get(row.label)) for row in rows),
         (*chains, *order_notes(rows, order)),
         tuple((label, text) for label, text in reasons if text),
-        bool(int(plan.search.get("tokens", 0))),
+        Growth.of(plan.search),
+        tuple(gain for chain in order if (gain := gain_sentence(rows, chain))),
     )
 
 
 def _model(row: MaxsizeResult, cell: Cell | None) -> LargestModel:
     if cell is None:
         return LargestModel(row, "", 0)
-    size = {"sequence_length": row.parameters} if row.tokens and row.parameters else {}
+    size = {"sequence_length": row.parameters} if row.unit == "tokens" and row.parameters else {}
     reached = cell.model_copy(update={"workload": row.workload, **size})
     return LargestModel(row, reached.id if row.parameters else "", cell.devices)
+
+
+def gain_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
+    """Compares the sizes of a chain's first and last strategy; empty unless both are known."""
+    sizes = {row.label: row for row in rows if row.parameters}
+    first, last = sizes.get(chain[0]), sizes.get(chain[-1])
+    if not first or not last:
+        return ""
+    ratio = (last.parameters or 0) / (first.parameters or 1)
+    return (
+        f"Within {size(last.budget)} per rank, {last.label} trains"
+        f" {last.amount(last.parameters or 0)}, {number(ratio)} times as many as {first.label}."
+    )
 
 
 def order_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:

@@ -136,7 +136,10 @@ def verdict_of(report: RunReport) -> tuple[str, str]:
         best = largest.winner
         if best is None:
             return "nothing fits yet", ""
-        return f"{largest.what}: {best.label}", f"{plain(best.result.parameters)} {largest.unit}"
+        return (
+            f"{largest.growth.what}: {best.label}",
+            f"{plain(best.result.parameters)} {largest.growth.unit}",
+        )
     group = report.leading
     if group is None:
         return "nothing is ranked", ""

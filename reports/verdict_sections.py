@@ -162,8 +162,8 @@ def _largest_verdict(report: RunReport) -> ui.Blocks:
     text = prose(
         "largest fits",
         budget=largest.budget,
-        what=largest.what,
-        size=f"{plain(best.result.parameters)} {largest.unit}",
+        what=largest.growth.what,
+        size=f"{plain(best.result.parameters)} {largest.growth.unit}",
         strategy=ui.Span(best.label, "data strong", f"#cell-{best.cell_id}"),
     )
     more = ui.Span("All strategies, and the formula's figures", link="#largest")

@@ -20,22 +20,31 @@ if TYPE_CHECKING:
     from harness.run.runner import Runner
 
 HOME = Path(__file__).parents[1]
-CELLS = {"model": HOME / "maxsize.yaml", "sequence": HOME / "context.yaml"}
-BUDGETS = {"model": "1GiB", "sequence": "256MiB"}
+CELLS = {
+    "model": HOME / "maxsize.yaml",
+    "sequence": HOME / "context.yaml",
+    "width": HOME / "width.yaml",
+}
+BUDGETS = {"model": "1GiB", "sequence": "256MiB", "width": "512MiB"}
 """Default memory budgets. Sequences get less, because their step time grows with length squared."""
+UNITS_OF_A_HEAD = 64
+"""Hidden units that a search step adds, if nobody states another number."""
 LONG_TOKENS = 4096
 """Length whose activations about fill the budget at the default hidden size."""
 
 Grow: TypeAlias = Annotated[
-    Literal["model", "sequence"] | None,
-    typer.Option("--grow", help="What to grow: the model (the default) or the sequence."),
+    Literal["model", "sequence", "width"] | None,
+    typer.Option(
+        "--grow",
+        help="What to grow: the model by blocks (the default), the sequence, or the block's width.",
+    ),
 ]
 Budget: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--budget",
         help="Memory budget of each rank: on a GPU for torch's allocator, on a CPU beyond what its"
-        " imports take. By default 1GiB; for sequences 256MiB.",
+        " imports take. By default 1GiB; for sequences 256MiB, for widths 512MiB.",
     ),
 ]
 Devices: TypeAlias = Annotated[
@@ -50,7 +59,10 @@ Devices: TypeAlias = Annotated[
 Hidden: TypeAlias = Annotated[
     int | None,
     typer.Option(
-        "--hidden", min=64, help="Hidden size of the models; by default one that fits the budget."
+        "--hidden",
+        min=64,
+        help="Hidden size of the models, by default one that fits the budget; with --grow width,"
+        " the units that a step adds, by default 64.",
     ),
 ]
 Resume: TypeAlias = Annotated[bool, typer.Option("--resume", help="Continue the newest search.")]
@@ -76,7 +88,7 @@ def maxsize(
     report: WriteReport = True,
     json_output: Json = False,
 ) -> None:
-    """Find the largest model, or longest sequence, that trains.
+    """Find the largest model, longest sequence or widest layer that trains.
 
     Example: [bold]python -m bench maxsize --budget 1GiB --only fsdp2[/bold]
     """
@@ -189,7 +201,7 @@ def _budget_bytes(text: str, many: int, host: Host) -> int:
 
 
 def _plan(
-    grow: Literal["model", "sequence"],
+    grow: Literal["model", "sequence", "width"],
     budget_text: str,
     ranks: int | None,
     hidden: int | None,
@@ -199,6 +211,7 @@ def _plan(
 ) -> Plan:
     from bench.expand import expand
     from bench.matrix import Host, SearchMatrix, read_as
+    from harness.record.plan import BLOCKS, Growth
     from harness.run.maxsize import (
         hidden_size,
         long_hidden_size,
@@ -211,11 +224,14 @@ def _plan(
     host = Host.here()
     many = ranks or host.many
     budget = _budget_bytes(budget_text, many, host)
-    tokens, grown = 0, {}
+    growth, grown = BLOCKS, {}
     if grow == "sequence":
         workloads = {"main": f"llama-{hidden or long_hidden_size(budget, LONG_TOKENS, many)}x4"}
-        tokens = token_step(workloads["main"], many, budget)
-        grown = {"sequence_length": tokens}
+        growth = Growth(tokens=token_step(workloads["main"], many, budget))
+        grown = {"sequence_length": growth.tokens}
+    elif grow == "width":
+        growth = Growth(width=hidden or UNITS_OF_A_HEAD)
+        workloads = {"main": f"llama-{growth.width}x1"}
     else:
         main = hidden or hidden_size(budget)
         workloads = {"main": f"llama-{main}x1", "wide": f"llama-{max(main, wide_size(many))}x1"}
@@ -227,7 +243,7 @@ def _plan(
         changes={**changes, **grown, "memory_limit_bytes": budget},
     )
     order = [[label.replace("=ranks", f"={many}") for label in chain] for chain in read.order]
-    return plan_of(expanded.cells, expanded.left_out, budget, order, tokens)
+    return plan_of(expanded.cells, expanded.left_out, budget, order, growth)
 
 
 def _with_ranks(matrix: Matrix, many: int) -> Matrix:
@@ -246,11 +262,12 @@ def show(out: Console, plan: Plan, rows: list[MaxsizeResult]) -> list[str]:
 
     from bench.cli import terminal
     from harness.analysis.maxsize import limits, mebibytes, order_notes
+    from harness.record.plan import Growth
 
     assert plan.search is not None
     first = next((row for row in rows if row.step), None)
-    grown = "longest trainable sequence" if plan.search.get("tokens") else "largest trainable model"
-    title = f"{grown} within {mebibytes(plan.search['budget'])} per rank"
+    what = Growth.of(plan.search).what
+    title = f"{what} that trains within {mebibytes(plan.search['budget'])} per rank"
     if first and first.step:
         title += f"; a search step is {first.amount(first.step)}"
     columns = ("reached", "formula", "ratio", "peak", "set-up peak", "between steps", "parity")

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from bench.cli.terminal import duration, table
 from harness.analysis.maxsize import millions
 from harness.cell.errors import plural
+from harness.record.plan import Growth, steps_of
 from harness.record.trial import NOT_AGAIN
 from harness.run.allocation import may_be_advised
 from harness.run.runner import ProgressListener
@@ -183,8 +184,8 @@ class SearchProgress(ProgressListener):
         assert trial.wall_seconds is not None
         blocks = f"{cell.workload.rpartition('x')[2]} blocks"
         size = f"{blocks}, {millions(trial.parameters)} parameters"
-        if self.plan.search and self.plan.search.get("tokens"):
-            size = f"{cell.sequence_length} tokens"
+        if self.plan.search and (growth := Growth.of(self.plan.search)).step:
+            size = f"{steps_of(cell, growth) * growth.step} {growth.unit}"
         text = (
             f"{cell.label}: {size}{'' if cell.memory_limit_bytes else ' without the limit'}:"
             f" {result} ({trial.wall_seconds:.1f} s)"

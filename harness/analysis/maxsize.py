@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from harness.cell.cell import Cell
 from harness.record.plan import (
+    BLOCKS,
     COLUMNS,
     KINDS,
     MATRIX,
     NOT_A_SIZE_LIMIT,
+    Growth,
     Plan,
     SearchPlan,
     cell_at_size,
@@ -41,13 +43,13 @@ class MaxsizeResult:
     reason: str
     workload: str
     budget: int
-    tokens: bool = False
+    unit: str = BLOCKS.unit
     step: int | None = None
     """Size that each search step adds."""
     parameters: int | None = None
-    """Maximum size that trains, in parameters or tokens."""
+    """Maximum size that trains, in `unit`."""
     next_parameters: int | None = None
-    """Minimum size that does not train, in parameters or tokens."""
+    """Minimum size that does not train, in `unit`."""
     predicted: int | None = None
     """Maximum size that fits according to the formula."""
     peak_memory_bytes: int | None = None
@@ -72,10 +74,10 @@ class MaxsizeResult:
         return self.text(self.parameters) if self.parameters else self.status
 
     def text(self, size: int) -> str:
-        return f"{size} tokens" if self.tokens else millions(size)
+        return millions(size) if self.unit == BLOCKS.unit else f"{size} {self.unit}"
 
     def amount(self, size: int) -> str:
-        return self.text(size) if self.tokens else f"{self.text(size)} parameters"
+        return self.text(size) + (f" {self.unit}" if self.unit == BLOCKS.unit else "")
 
     @property
     def too_large(self) -> str:
@@ -148,7 +150,7 @@ def limits(row: MaxsizeResult) -> str:
     elif row.failure:
         sentences.append(f"{row.too_large} fail, but only under the limit: {row.failure}")
     setup, steps = row.setup_peak_memory_bytes or 0, row.peak_memory_bytes or 0
-    if row.parameters and setup > steps and not row.tokens:
+    if row.parameters and setup > steps and row.unit == BLOCKS.unit:
         whole = f"every rank first builds the whole model, {mebibytes(4 * row.parameters)}"
         sentences.append(
             f"at {row.largest_model}, setup takes {mebibytes(setup)}, more than the steps'"
@@ -198,25 +200,29 @@ class FinishedSearch:
     trials: Mapping[str, Sequence[TrialRecord]]
     unlimited: Sequence[TrialRecord]
     """Trials repeated without a memory limit, after failures not due to memory."""
-    tokens: int = 0
-    """Tokens added per step; 0 if a step adds a block."""
+    growth: Growth = BLOCKS
 
     @classmethod
     def of(cls, results: Results, plan: Plan) -> FinishedSearch:
         assert plan.search is not None
         run = results.trials[results.trials["run_id"] == plan.run_id]
         trials = sorted(TrialRecord.from_frame(run), key=lambda trial: trial.attempt)
-        tokens = plan.search.get("tokens", 0)
+        growth = Growth.of(plan.search)
         last = {(trial.cell_id, trial.trial): trial for trial in trials}
         by_cell: dict[str, list[TrialRecord]] = {}
         for trial in last.values():
-            cell = cell_at_size(Cell(**json.loads(trial.cell)), 1, tokens)
+            cell = cell_at_size(Cell(**json.loads(trial.cell)), 1, growth)
             by_cell.setdefault(cell.id, []).append(trial)
         unlimited = [trial for trial in trials if trial.memory_limit_bytes is None]
-        return cls(plan.search["budget"], plan.search["predicted"], by_cell, unlimited, tokens)
+        return cls(plan.search["budget"], plan.search["predicted"], by_cell, unlimited, growth)
 
     def size(self, trial: TrialRecord) -> int:
-        return trial.sequence_length if self.tokens else trial.parameters or 0
+        if not self.growth.step:
+            return trial.parameters or 0
+        return self.growth.step * self.steps(trial)
+
+    def steps(self, trial: TrialRecord) -> int:
+        return steps_of(Cell(**json.loads(trial.cell)), self.growth)
 
     def result(self, cell: Cell) -> MaxsizeResult:
         trials = self.trials.get(cell.id, ())
@@ -236,7 +242,7 @@ class FinishedSearch:
             status, reason = "stopped", f"{stopped.cell_name}: {stopped.status}: {stopped.reason}"
         elif verified:
             status, reason = ("found" if smallest else "all fit"), ""
-        elif smallest and steps_of(Cell(**json.loads(smallest.cell)), self.tokens) == 1:
+        elif smallest and self.steps(smallest) == 1:
             status, reason = "none fits", smallest.reason
         else:
             status, reason = "unfinished", "the search is not finished"
@@ -266,7 +272,7 @@ class FinishedSearch:
             workload=best.workload if best else cell.workload,
             budget=self.budget,
             step=predicted["step"],
-            tokens=bool(self.tokens),
+            unit=self.growth.unit,
             parameters=self.size(best) if best else None,
             next_parameters=self.size(smallest) if smallest else None,
             predicted=predicted["parameters"],
@@ -288,9 +294,8 @@ class FinishedSearch:
         sizes = {kind: getattr(trial, f"formula_{name}_bytes") for kind, name in columns.items()}
         if None in sizes.values():
             return {}
-        steps = steps_of(Cell(**json.loads(trial.cell)), self.tokens)
         first, further = activations
-        return sizes | {"activations": float(first + (steps - 1) * further)}
+        return sizes | {"activations": float(first + (self.steps(trial) - 1) * further)}
 
 
 def _holding(text: str | None) -> Holding | None:

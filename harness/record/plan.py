@@ -17,7 +17,7 @@ from harness.cell.yaml_text import adapter
 from harness.record.store import Store
 
 SearchPlan = dict[str, Any]
-"""Settings of a search as JSON: budget, tokens, order and predictions."""
+"""Settings of a search as JSON: budget, tokens, width, order and predictions."""
 MATRIX = "maxsize"
 KINDS = ("parameters", "gradients", "optimizer", "library")
 COLUMNS = dict(zip(KINDS, ("parameter", "gradient", "optimizer", "library"), strict=True))
@@ -31,16 +31,54 @@ FURTHER_TIMES = 4.0
 launches and average out as much noise (docs/studies/run-precision.md)."""
 
 
-def cell_at_size(cell: Cell, steps: int, tokens: int = 0) -> Cell:
-    """Returns a cell after this many search steps, e.g. `llama-320x40` for `llama-320x1`. `tokens`:
-    tokens added per step; 0 adds a block."""
-    if tokens:
-        return cell.model_copy(update={"sequence_length": steps * tokens})
-    return cell.model_copy(update={"workload": f"{cell.workload.rpartition('x')[0]}x{steps}"})
+@dataclass(frozen=True)
+class Growth:
+    """What a search step adds: tokens, hidden units, or a block if both are 0."""
+
+    tokens: int = 0
+    width: int = 0
+
+    @classmethod
+    def of(cls, search: SearchPlan) -> Growth:
+        return cls(int(search.get("tokens", 0)), int(search.get("width", 0)))
+
+    @property
+    def unit(self) -> str:
+        """Unit of sizes: `tokens`, `hidden units` or `parameters`."""
+        return "tokens" if self.tokens else "hidden units" if self.width else "parameters"
+
+    @property
+    def what(self) -> str:
+        """What is searched for, such as `longest sequence`."""
+        return {"tokens": "longest sequence", "hidden units": "widest layer"}.get(
+            self.unit, "largest model"
+        )
+
+    @property
+    def step(self) -> int:
+        """Size that a step adds; 0 if it is a block, whose parameters depend on the model."""
+        return self.tokens or self.width
 
 
-def steps_of(cell: Cell, tokens: int = 0) -> int:
-    return cell.sequence_length // tokens if tokens else int(cell.workload.rpartition("x")[2])
+BLOCKS = Growth()
+
+
+def cell_at_size(cell: Cell, steps: int, growth: Growth = BLOCKS) -> Cell:
+    """Returns a cell after this many search steps, e.g. `llama-320x40` for `llama-320x1`."""
+    if growth.tokens:
+        return cell.model_copy(update={"sequence_length": steps * growth.tokens})
+    before, _, blocks = cell.workload.rpartition("x")
+    if growth.width:
+        family = before.rpartition("-")[0]
+        return cell.model_copy(update={"workload": f"{family}-{steps * growth.width}x{blocks}"})
+    return cell.model_copy(update={"workload": f"{before}x{steps}"})
+
+
+def steps_of(cell: Cell, growth: Growth = BLOCKS) -> int:
+    if growth.tokens:
+        return cell.sequence_length // growth.tokens
+    before, _, blocks = cell.workload.rpartition("x")
+    return int(before.rpartition("-")[2]) // growth.width if growth.width else int(blocks)
 
 
 @dataclass(frozen=True)

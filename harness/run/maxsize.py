@@ -17,8 +17,10 @@ from harness.launch.launcher import LauncherProtocol
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import reference_cell
 from harness.record.plan import (
+    BLOCKS,
     MATRIX,
     NOT_A_SIZE_LIMIT,
+    Growth,
     LeftOut,
     Plan,
     SearchPlan,
@@ -91,19 +93,20 @@ def token_step(workload: str, ranks: int, budget: int) -> int:
     of twice the ranks."""
     few = 2 * ranks
     cell = Cell(strategy=BASELINE, workload=workload, global_batch=1)
-    short, long = (activation_bytes(cell_at_size(cell, n, few * 16)) for n in (1, 2))
+    growth = Growth(tokens=few * 16)
+    short, long = (activation_bytes(cell_at_size(cell, n, growth)) for n in (1, 2))
     per_token = (long - short) / (few * 16)
     return few * max(1, round(budget / per_token / 100 / few))
 
 
-def predict(cell: Cell, budget: int, tokens: int = 0) -> SearchPlan:
-    """Predicts the largest size that fits the budget. `cell`: at one search step. `step`:
-    parameters of one block, or tokens, per search step. `parameters`: parameters, or tokens, after
-    `blocks` search steps. `activations`: peak activation bytes at the first search step, and what
-    each further step adds."""
+def predict(cell: Cell, budget: int, growth: Growth = BLOCKS) -> SearchPlan:
+    """Predicts the largest size that fits the budget. `cell`: at one search step. `step`: size that
+    a search step adds, in `Growth.unit`. `parameters`: size in this unit after `blocks` search
+    steps. `activations`: peak activation bytes at the first search step, and what each further step
+    adds."""
 
     def after(steps: int) -> Cell:
-        return cell_at_size(cell, steps, tokens)
+        return cell_at_size(cell, steps, growth)
 
     first, second = (int(activation_bytes(after(steps))) for steps in (1, 2))
     activations = [first, second - first]
@@ -113,16 +116,16 @@ def predict(cell: Cell, budget: int, tokens: int = 0) -> SearchPlan:
         return peak_bytes(after(steps), held) <= budget
 
     by_formula = states_by_formula(cell) is not None
-    steps = largest(fits, 64, most_steps(cell, tokens))[0] if by_formula else None
-    step = tokens or parameters_of(after(2)) - parameters_of(cell)
-    size = steps and (steps * tokens or parameters_of(after(steps)))
+    steps = largest(fits, 64, most_steps(cell, growth))[0] if by_formula else None
+    step = growth.step or parameters_of(after(2)) - parameters_of(cell)
+    size = steps and (steps * growth.step or parameters_of(after(steps)))
     return {"step": step, "blocks": steps, "parameters": size, "activations": activations}
 
 
-def most_steps(cell: Cell, tokens: int = 0) -> int:
+def most_steps(cell: Cell, growth: Growth = BLOCKS) -> int:
     """Returns the maximum number of search steps; the model's positions limit sequences."""
-    positions = make_workload(cell.workload).max_tokens if tokens else 0
-    return min(MOST_STEPS, positions // tokens) if positions else MOST_STEPS
+    positions = make_workload(cell.workload).max_tokens if growth.tokens else 0
+    return min(MOST_STEPS, positions // growth.tokens) if positions else MOST_STEPS
 
 
 def plan_of(
@@ -130,33 +133,36 @@ def plan_of(
     left_out: Sequence[LeftOut],
     budget: int,
     order: Sequence[Sequence[str]],
-    tokens: int = 0,
+    growth: Growth = BLOCKS,
 ) -> Plan:
     """Plans a search with one cell per strategy. `order`: lists of labels in increasing theoretical
     size."""
     plan = Plan.new(MATRIX, cells, 1, left_out)
     search = {
         "budget": budget,
-        "tokens": tokens,
+        "tokens": growth.tokens,
+        "width": growth.width,
         "order": [list(chain) for chain in order],
-        "predicted": {cell.id: predict(cell, budget, tokens) for cell in cells},
+        "predicted": {cell.id: predict(cell, budget, growth) for cell in cells},
     }
     return replace(plan, search=search)
 
 
-def first_guess(predicted: SearchPlan, budget: int, tokens: int) -> int:
+def first_guess(predicted: SearchPlan, budget: int, growth: Growth) -> int:
     """Returns the number of search steps to try first. It follows from the formula, reduced for
-    memory outside tensors. Without a formula, assumes 16 bytes per parameter, or that activations
-    fill the budget."""
+    memory outside tensors. Without a formula, assumes 16 bytes per parameter (12 times the width
+    squared in a block), or that activations fill the budget."""
     usable = max(budget // 2, budget - OVERHEAD)
     step = int(predicted["step"])
     if steps := predicted["blocks"]:
         guess = round(int(steps) * usable / budget)
-    elif tokens:
+    elif growth.width:
+        guess = int(math.sqrt(usable / 16 / 12)) // step
+    elif growth.tokens:
         guess = usable // int(predicted["activations"][1])
     else:
         guess = usable // 16 // step
-    return guess if tokens else min(guess, usable // 4 // step)
+    return guess if growth.step else min(guess, usable // 4 // step)
 
 
 class Stopped(Exception):
@@ -192,15 +198,15 @@ class Search:
         return True
 
     def _search(self, launcher: LauncherProtocol, cell: Cell, search: SearchPlan) -> None:
-        tokens = search.get("tokens", 0)
-        guess = first_guess(search["predicted"][cell.id], search["budget"], tokens)
+        growth = Growth.of(search)
+        guess = first_guess(search["predicted"][cell.id], search["budget"], growth)
 
         def after(steps: int) -> Cell:
-            return cell_at_size(cell, steps, tokens)
+            return cell_at_size(cell, steps, growth)
 
         try:
             low, _ = largest(
-                lambda steps: self._fits(launcher, after(steps)), guess, most_steps(cell, tokens)
+                lambda steps: self._fits(launcher, after(steps)), guess, most_steps(cell, growth)
             )
             while low and self._status(launcher, after(low), 1) == "out_of_memory":
                 low -= 1  # The probe fitted, but this trial of the same size did not.

@@ -19,7 +19,7 @@ from harness.cell.errors import NothingToResume, UsageError
 from harness.launch.outcome import Outcome, RankOutputs, classify_end
 from harness.measure.memory_kinds import held_bytes, phase
 from harness.measure.peak_memory import MemoryMeter
-from harness.record.plan import Plan, cell_at_size, resumable, steps_of
+from harness.record.plan import Growth, Plan, cell_at_size, resumable, steps_of
 from harness.record.store import Store
 from harness.record.trial import TrialRecord
 from harness.run.maxsize import (
@@ -106,8 +106,8 @@ class Runs(Runner):
         self, launcher: Any, cell: Cell, key: Any, position: int, reference: Any, heard: Any
     ) -> TrialRecord:
         assert self.plan.search is not None
-        tokens = self.plan.search["tokens"]
-        blocks = steps_of(cell, tokens)
+        growth = Growth.of(self.plan.search)
+        blocks = steps_of(cell, growth)
         self.asked = [
             *getattr(self, "asked", []),
             (blocks, key.trial, cell.memory_limit_bytes is None),
@@ -122,7 +122,7 @@ class Runs(Runner):
             "trial": key.trial,
             "attempt": key.attempt,
             "position": position,
-            "parameters": parameters_of(cell_at_size(cell, 1, tokens) if tokens else cell),
+            "parameters": parameters_of(cell_at_size(cell, 1, growth) if growth.tokens else cell),
             "wall_seconds": 1.0,
         }
         if status == "out_of_memory":
@@ -181,7 +181,7 @@ def test_a_search_is_recorded_and_told_as_a_table(tmp_path: Path) -> None:
 def test_sequences_grow_while_the_model_stays(tmp_path: Path) -> None:
     """The sequence grows by 8 tokens per step; 20 steps fit."""
     one = base("ulysses", workload="llama-128x2", sequence_length=8, micro_batches=2)
-    finished, _, store = searched(tmp_path, plan_of([one], [], BUDGET, [], tokens=8))
+    finished, _, store = searched(tmp_path, plan_of([one], [], BUDGET, [], Growth(tokens=8)))
     assert finished
     [row] = maxsize_results(store.load())
     assert (row.status, row.parity, row.workload) == ("found", "exact", "llama-128x2")
@@ -190,7 +190,23 @@ def test_sequences_grow_while_the_model_stays(tmp_path: Path) -> None:
     found = largest_of(store.load())
     assert found
     assert found.winner
-    assert found.winner.cell_id == cell_at_size(one, 20, 8).id
+    assert found.winner.cell_id == cell_at_size(one, 20, Growth(tokens=8)).id
+
+
+def test_a_block_grows_wider_by_whole_heads(tmp_path: Path) -> None:
+    """The one block grows by 64 hidden units per step; 20 steps fit."""
+    one = base("ddp", workload="llama-64x1")
+    finished, _, store = searched(tmp_path, plan_of([one], [], BUDGET, [], Growth(width=64)))
+    assert finished
+    [row] = maxsize_results(store.load())
+    assert (row.status, row.parity, row.workload) == ("found", "exact", "llama-1280x1")
+    assert (row.parameters, row.next_parameters, row.step) == (1280, 1344, 64)
+    assert row.largest_model == "1280 hidden units"
+    found = largest_of(store.load())
+    assert found
+    assert found.growth.what == "widest layer"
+    assert found.winner
+    assert found.winner.cell_id == cell_at_size(one, 20, Growth(width=64)).id
 
 
 def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path) -> None:
