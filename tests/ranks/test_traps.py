@@ -130,6 +130,12 @@ TRAPS: dict[str, list[Row]] = {
                 *("decay_on_all", "mean_of_means", "other_norm_on_rank_1"),
             )
         ),
+        # Most scripts in fp16 unscale gradients, then clip them.
+        near("recipe_traps", precision="fp16", **RECIPE),
+        near("ddp", precision="fp16", **RECIPE),
+        near("amp", {"opt_level": "O1"}, precision="fp16", **RECIPE),
+        exact("amp", {"opt_level": "O2"}, precision="fp16", **RECIPE),
+        diverges("recipe_traps", {"mistake": "clip_before_unscaling"}, precision="fp16", **RECIPE),
         *(
             diverges(strategy, options, workload="gpt2-nano", **RECIPE)
             for strategy, options in (

@@ -19,6 +19,7 @@ class RecipeTraps(Strategy):
         "none",
         "clip_before_reduction",
         "clip_each_micro_batch",
+        "clip_before_unscaling",
         "schedule_per_process",
         "decay_on_all",
         "mean_of_means",
@@ -30,9 +31,10 @@ class RecipeTraps(Strategy):
         import torch
         from torch.nn.utils import clip_grad_norm_
 
+        from harness.seam.job import loss_scaler
         from harness.strategies.collectives import average_gradients
 
-        model = job.model()
+        model, scaler = job.model(), loss_scaler(job)
         parameters = list(model.parameters())
         cell, most = job.cell, job.cell.clip_norm
         assert most is not None
@@ -50,17 +52,23 @@ class RecipeTraps(Strategy):
                 if self.mistake == "mean_of_means":
                     part = dataclasses.replace(part, label_tokens=None)
                 loss = job.loss(model, part) / cell.micro_batches
-                loss.backward()
+                scaler.scale(loss).backward()
                 total += loss.detach()
                 if self.mistake == "clip_each_micro_batch":
                     clip_grad_norm_(parameters, most)
             if self.mistake == "clip_before_reduction":
                 clip_grad_norm_(parameters, most)
             average_gradients(parameters)
-            job.recipe.gradient_norm = clip_grad_norm_(parameters, most)
+            if self.mistake == "clip_before_unscaling":
+                job.recipe.gradient_norm = clip_grad_norm_(parameters, most) / scaler.get_scale()
+                scaler.unscale_(optimizer)
+            else:
+                scaler.unscale_(optimizer)
+                job.recipe.gradient_norm = clip_grad_norm_(parameters, most)
             if self.mistake == "other_norm_on_rank_1" and job.rank == 1:
                 job.recipe.gradient_norm *= 1.01
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             for _ in range(cell.devices if self.mistake == "schedule_per_process" else 1):
                 scheduler.step()
             optimizer.zero_grad()
