@@ -16,6 +16,7 @@ from reports.cells_sections import (
     systems_blocks,
     systems_line,
 )
+from reports.claims import claims_blocks
 from reports.comparison_sections import (
     effects_blocks,
     launchers_blocks,
@@ -72,6 +73,7 @@ def _environment_line(report: RunReport) -> str:
 # Name, title, content, short title, whether Markdown has it, line while closed, condition.
 SECTIONS: tuple[Section[RunReport], ...] = (
     Section("verdict", "Verdict", verdict_blocks, "", True),
+    Section("claims", "Claims of training guides", claims_blocks, "Claims", True),
     Section("largest", "Largest trainable model, or longest sequence", largest_blocks),
     Section(
         "effects",

@@ -25,6 +25,7 @@ from harness.record.store import Store
 from harness.record.trial import NOT_LAUNCHED
 from harness.run.allocation import planned_headline
 from reports import write_report
+from reports.claims import claims
 from reports.run_report import RunReport
 from reports.verdict_sections import export_command
 
@@ -135,6 +136,7 @@ def _as_json(store: Store, page: Path | None, report: RunReport) -> dict[str, ob
             {"role": a.role, "cell_id": a.cell.cell_id, "sentence": a.sentence}
             for a in (report.advised.advice if report.advised else ())
         ],
+        "claims": claims(report),
         "command": report.advised and export_command(report.advised),
         "cells": [{name: cell.column(name) for name in columns} for cell in report.cells],
         "gpus_unused": report.run.gpus_unused,
