@@ -31,6 +31,7 @@ COMMANDS = {
         "report": "report:report",
         "show": "show:show",
         "compare": "compare:compare",
+        "bisect": "bisect:bisect",
         "profile": "profile:profile",
         "maxsize": "maxsize:maxsize",
     },
