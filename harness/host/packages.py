@@ -1,6 +1,6 @@
 """Python packages: those required, those hidden, and libraries that setup could not build.
 
-Imports only the standard library, because other packages may be missing. `python -m
+Imports only the standard library at first, because other packages may be missing. `python -m
 harness.host.packages LIBRARY` prints the path of the file that says why it was not built. `python
 -m harness.host.packages VERSION LOG FOLDER REMEDY` writes that file and prints the log's first
 error.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import re
 import shlex
 import sys
@@ -33,6 +34,7 @@ REQUIREMENTS = {
     "rich": "rich",
     "pydantic": "pydantic>=2",
     "yaml": "pyyaml",
+    "packaging": "packaging",
     "psutil": "psutil",
     "pynvml": "nvidia-ml-py>=12.535",
 }
@@ -44,24 +46,28 @@ TRAINING = {
 }
 """Further requirements of commands that build or train models: the extra `run`."""
 
+UNTRIED = "PARALLELISM_BENCH_UNTRIED"
+"""Environment variable that allows versions newer than those that were tried."""
+
 
 def require(requirements: Mapping[str, str] = REQUIREMENTS) -> None:
-    """Exits with code 2 and one sentence if packages are missing or too old."""
+    """Exits with code 2 and one sentence if packages are missing, too old or too new."""
     if sentence := missing(requirements):
         print(f"bench: {sentence}", file=sys.stderr)
         sys.exit(2)
 
 
 def missing(requirements: Mapping[str, str]) -> str:
-    """Returns which packages are missing or outdated, and the remedy; empty if there are none."""
+    """Returns which packages are missing, too old or too new, and the remedy; empty if there are
+    none."""
     lacking = unmet(requirements)
     if not lacking:
         return ""
     described = (f"{need} (here: {version})" if version else need for need, version in lacking)
     command = [sys.executable, "-m", "pip", "install", *(need for need, _ in lacking)]
     return (
-        f"Python packages are missing or too old: {', '.join(described)}; install them with:"
-        f" {shlex.join(command)}"
+        f"Python packages are missing or of other versions: {', '.join(described)}; install them"
+        f" with: {shlex.join(command)}"
     )
 
 
@@ -70,12 +76,26 @@ def unmet(requirements: Mapping[str, str]) -> list[tuple[str, str]]:
     lacking = []
     for module, need in requirements.items():
         spec = find_spec(module)
-        name, _, bounds = need.partition(">=")
+        name = re.split("[<>=]", need)[0]
+        bounds = need.removeprefix(name)
         version = _version(spec, name) if spec and bounds else ""
-        too_old = version and _numbers(version) < _numbers(bounds.partition(",")[0])
-        if spec is None or too_old:
+        if spec is None or (version and not _within(version, bounds)):
             lacking.append((need, version))
     return lacking
+
+
+def _within(version: str, bounds: str) -> bool:
+    """Returns whether a version is within bounds such as `>=2.10,<2.14`, like the release that it
+    precedes. Without the package `packaging`, which is required itself, it counts as within, and
+    with the variable UNTRIED no version is too new."""
+    try:
+        from packaging.specifiers import SpecifierSet
+        from packaging.version import Version
+    except ImportError:
+        return True
+    if os.environ.get(UNTRIED):
+        bounds = bounds.partition(",")[0]
+    return SpecifierSet(bounds).contains(Version(version).base_version)
 
 
 def _version(spec: ModuleSpec, name: str) -> str:

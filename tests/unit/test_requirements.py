@@ -139,6 +139,8 @@ def test_other_commands_need_no_torch(words: list[str], tmp_path: Path) -> None:
         ("torch", "2.10.0a0+b558c986e8.nv25.11", True),
         ("transformers", "5.16.4", False),
         ("transformers", "5.17.0", True),
+        ("transformers", "6.0.0", False),
+        ("torch", "9.0.0", False),
     ],
 )
 def test_a_version_that_is_too_old_counts_as_missing(
