@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.cell.errors import UsageError
+from harness.record.plan import matrix_name
 from harness.record.trial import TrialRecord
 from reports import run_facts
 from reports.export_records import AXES, PUBLISHED, TRIAL_FIGURES, records
@@ -36,7 +37,6 @@ LIBRARIES = {
 RUN_TAG, CELL_TAG = "bench.run_id", "bench.cell_id"
 PROJECT = "parallelism-bench"
 """Name of MLflow's experiment and of the W&B project."""
-PROMETHEUS_FILE = "parallelism_bench.prom"
 PREFIX = "parallelism_bench_"
 LABELS = (
     *("cell_id", "cell", "strategy", "workload", "devices", "precision", "global_batch", "regime"),
@@ -362,5 +362,7 @@ def _prometheus(report: RunReport, folder: Path) -> Published:
         labels |= host | {"cell": record["cell_name"]}
         for name, value in (_figures(record) | {"ok": int(record["ranked"])}).items():
             gauges[name].labels(**labels).set(value)
-    write_to_textfile(str(folder / PROMETHEUS_FILE), registry)
-    return Published(folder / PROMETHEUS_FILE, len(written), 0)
+    matrix = re.sub(r"[^\w.-]", "_", matrix_name(report.run.matrix))
+    file = folder / f"{PREFIX}{matrix}.prom"
+    write_to_textfile(str(file), registry)
+    return Published(file, len(written), 0)

@@ -52,6 +52,8 @@ COMMANDS = {
         "site": "report:site",
         "submit": "slurm:submit",
         "status": "slurm:status",
+        "night": "night:night",
+        "prune": "prune:prune",
     },
 }
 """Module and function of each command by panel, in order of the help."""

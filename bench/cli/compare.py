@@ -44,7 +44,8 @@ FailOn: TypeAlias = Annotated[
     Literal["regression"] | None,
     typer.Option(
         "--fail-on",
-        help="Exit code 1 on a regression, such as a slower, missing or failing cell.",
+        help="Exit code 1 on a regression, such as a slower, missing or failing cell; with"
+        " --history, if a cell's last lasting change was for the worse.",
     ),
 ]
 Format: TypeAlias = Annotated[
@@ -78,13 +79,14 @@ def compare(
 
     named_sides = sides or []
     if history:
-        if cells or fail_on or format_name or out or len(named_sides) > 1:
+        if cells or format_name or out or len(named_sides) > 1:
             raise UsageError(
                 "--history takes at most one cell or pattern, and only the options --figure,"
-                " --results and --json"
+                " --fail-on, --results and --json"
             )
-        _show_history(results, named_sides[0] if named_sides else None, figure, json_output)
-        return
+        pattern = named_sides[0] if named_sides else None
+        worse = _show_history(results, pattern, figure, json_output)
+        raise typer.Exit(bool(fail_on and worse))
     if json_output and out is None and format_name not in (None, "json"):
         raise UsageError(
             f"--json prints JSON, but --format {format_name} goes to the terminal too: leave one of"
@@ -177,7 +179,8 @@ def _text(comparison: RunComparison, chosen: str) -> str:
 
 def _show_history(
     results: Path, pattern: str | None, figure: Literal["throughput", "memory"], json_output: bool
-) -> None:
+) -> bool:
+    """Returns whether a cell's last change was for the worse."""
     from bench.cli import terminal
     from harness.analysis.history import MIN_RUNS, histories, method
 
@@ -189,7 +192,7 @@ def _show_history(
             "cells": [series.as_json() for series in all_series],
         }
         print(json.dumps(document))
-        return
+        return any(series.worse for series in all_series)
     out = terminal.console()
     if pattern is not None and len(all_series) == 1:
         _runs(out, all_series[0])
@@ -201,6 +204,7 @@ def _show_history(
         out.print(f"changes can be detected once a cell has {2 * MIN_RUNS} runs")
     for name, explanation in method(figure).items():
         out.print(f"{name}: {explanation}")
+    return any(series.worse for series in all_series)
 
 
 def _measured(results: Path, pattern: str | None) -> list[MeasuredCell]:

@@ -113,12 +113,30 @@ def submit(
         return
     if without := here.without_gpus():
         print(f"note: {without}", file=sys.stderr)
+    if nightly:
+        _prepare_nights(here, job, dry_run)
     if not dry_run:
         _submit(here, job, json_output)
     elif json_output:
         print(json.dumps({"script": batch_script(here, job), "run_id": name}))
     else:
         print(batch_script(here, job), end="")
+
+
+def _prepare_nights(site: Site, job: ClusterJob, dry_run: bool) -> None:
+    """Says which slowdown the nights will find, and reports earlier nights that never began."""
+    from bench.cli.night import report_night
+    from bench.cluster.night import Nights
+    from harness.cell.durable import write_atomically
+
+    nights = Nights(job.results, job.matrix)
+    print(f"note: {nights.power()}", file=sys.stderr)
+    if not dry_run:
+        nights.folder.mkdir(parents=True, exist_ok=True)
+        nights.folder.chmod(0o700)
+        write_atomically(nights.folder / "site.json", site.nightly.model_dump_json())
+        for lost in nights.unreported():
+            report_night(nights, lost)
 
 
 def _write_manifests(

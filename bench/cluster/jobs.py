@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,14 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.cluster import Target
-from bench.cluster.site import ROOT, Site
+from bench.cluster.site import HOME, ROOT, Site
 from harness.cell.durable import sealed, unsealed
 from harness.cell.errors import DamagedFileWarning, UsageError
 from harness.cell.yaml_text import parsed
 from harness.nodes.rendezvous import KEY, KEY_FILE
+from harness.record.plan import matrix_name
 
 if TYPE_CHECKING:
     import jinja2
+
+
+SCRIPTS = Path(__file__).with_name("slurm")
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,8 @@ class ClusterJob:
 
     @property
     def folder(self) -> Path:
-        return self.results / self.target / (self.run_id or "nightly")
+        nightly = Path("nightly", matrix_name(self.matrix))
+        return self.results / self.target / (self.run_id or nightly)
 
 
 def templates() -> jinja2.Environment:
@@ -60,21 +66,14 @@ def templates() -> jinja2.Environment:
 
 
 def batch_script(site: Site, job: ClusterJob) -> str:
-    """Returns a batch script: options, the site's setup, and a script of slurm/.
-
-    Raises UsageError if the suite is installed without slurm/.
-    """
-    if not (ROOT / "slurm").is_dir():
-        raise UsageError(
-            "a SLURM job needs the scripts in the suite's folder slurm: submit from a checkout of"
-            " the suite"
-        )
+    """Returns a batch script: options, the site's setup, and a script of bench/cluster/slurm/."""
     environment = templates()
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     return environment.get_template("job.sh.j2").render(
         site=site,
         job=job,
-        root=ROOT,
+        home=HOME,
+        scripts=SCRIPTS,
         lines=_lines(site, job),
         variables=_variables(site, job),
         python=_python(site),
@@ -98,11 +97,12 @@ def _lines(site: Site, job: ClusterJob) -> list[str]:
 
 
 def _python(site: Site) -> str:
-    return site.python if "/" not in site.python else str(ROOT / site.python)
+    if "python" not in site.model_fields_set and HOME != ROOT:
+        return sys.executable
+    return site.python if "/" not in site.python else str(HOME / site.python)
 
 
 def _variables(site: Site, job: ClusterJob) -> Mapping[str, str]:
-    nightly, notify = site.nightly, site.nightly.notify
     variables: dict[str, str | int | Path] = {
         "BENCH_MATRIX": job.matrix,
         "BENCH_RUN": job.run_id,
@@ -118,16 +118,7 @@ def _variables(site: Site, job: ClusterJob) -> Mapping[str, str]:
         "BENCH_OPTIONS": _quoted(job.options),
     }
     if job.nightly:
-        variables |= {
-            "BENCH_BASELINE": nightly.baseline,
-            "BENCH_AGAIN": nightly.again,
-            "BENCH_PUBLISH": nightly.publish,
-            "BENCH_TEXTFILE": nightly.textfile,
-            "BENCH_NOTIFY_MAIL": notify.mail,
-            "BENCH_NOTIFY_WEBHOOK": notify.webhook,
-            "BENCH_NOTIFY_COMMAND": notify.command,
-            "BENCH_NOTIFY_ALWAYS": "yes" if notify.always else "",
-        }
+        variables["BENCH_AGAIN"] = site.nightly.again
     return {name: str(value) for name, value in variables.items()}
 
 
@@ -211,7 +202,7 @@ def keep_submission(submission: Submission, folder: Path) -> None:
 def submissions(results: Path) -> list[Submission]:
     """Returns recorded submissions; leaves out damaged lines, with a warning."""
     found = []
-    for file in sorted((results / "slurm").glob("*/submitted.jsonl")):
+    for file in sorted((results / "slurm").rglob("submitted.jsonl")):
         for line in file.read_bytes().splitlines(keepends=True):
             try:
                 # Earlier versions wrote no digest.

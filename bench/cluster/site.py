@@ -12,7 +12,9 @@ from harness.cell.errors import UsageError, first_error
 from harness.cell.yaml_text import parse_yaml, require_keys
 
 ROOT = Path(__file__).parents[2]
-DEFAULT = ROOT / "slurm" / "site.yaml"
+HOME = ROOT if (ROOT / "pyproject.toml").is_file() else Path.cwd()
+"""Folder in which jobs run: the checkout; the current folder for an installed suite."""
+DEFAULT = HOME / "slurm" / "site.yaml"
 VARIABLE = "PARALLELISM_BENCH_SITE"
 """Environment variable with the path of the site file."""
 
@@ -25,8 +27,8 @@ class Notify(BaseModel):
     webhook: str = ""
     """URL that gets a POST of a JSON object with a key `text`."""
     command: str = ""
-    """Command that gets the outcome (ok, regression, not compared or failed) as an argument, and
-    details on stdin."""
+    """Program with arguments, without a shell. It gets the outcome (ok, suspected, regression, not
+    compared, failed, killed or not begun) as a further argument, and details on stdin."""
     always: bool = False
     """Whether to notify on success too."""
 
@@ -34,7 +36,7 @@ class Notify(BaseModel):
 class Nightly(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
 
-    matrix: str = "quick"
+    matrix: str = "nightly"
     """Matrix that runs every night."""
     baseline: str = ""
     """What to compare every night with as well: a run, a folder, or NAME of
@@ -99,6 +101,8 @@ class Site(BaseModel):
     """Memory per node for SLURM: `64G`; `0` is all of it."""
     exclusive: bool = True
     """Whether to keep other jobs off the nodes, since they would skew results."""
+    exclude: list[str] = Field(default_factory=list)
+    """Nodes to leave out, such as ones that nights found slower."""
     switches: str = ""
     """Maximum number of leaf switches between nodes, and how long to wait for them: `1@30:00`."""
     directives: list[str] = Field(default_factory=list)
@@ -110,7 +114,7 @@ class Site(BaseModel):
     container: str = ""
     """Prefix that starts Python in a container: `apptainer exec --nv suite.sif`."""
     python: str = ".venv/bin/python"
-    """Python with the suite; relative to the checkout."""
+    """Python with the suite; relative to the checkout. An installed suite uses its own."""
     srun: list[str] = Field(default_factory=list)
     """Further options of srun for the agents: `--mpi=none`."""
     interface: str = ""
@@ -157,6 +161,7 @@ class Site(BaseModel):
             "cpus-per-task": self.cpus_per_node,
             "mem": self.memory,
             "switches": self.switches,
+            "exclude": ",".join(self.exclude),
         }
         lines = [f"--{name}={value}" for name, value in named.items() if value]
         lines += [self.gpu_directive.format(gpus=self.gpus_per_node)] if self.gpus_per_node else []

@@ -54,6 +54,7 @@ class Placement:
     wraps_ddp: str | None = of_trials("shared", None)
     stand_in: str | None = of_trials("shared", None)
     oversubscribed: bool = of_trials("shared", False)
+    nodes: tuple[str, ...] = of_trials("shared", (), "node_names")
 
 
 @dataclass(frozen=True)

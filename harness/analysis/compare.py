@@ -165,7 +165,7 @@ class RunComparison:
     @property
     def headline(self) -> str:
         """Summary such as `2 regressions: slower 1, missing 1. Besides: faster 1`."""
-        if self.test != RUNS_METHOD:
+        if self.test == ESTIMATES_COMPARED:
             memory = [line.memory_verdict for line in self.lines]
             changed = [verdict for verdict in memory if verdict not in (None, "no difference seen")]
             return _counts(Counter([*(line.kind for line in self.lines), *map(str, changed)]))

@@ -34,11 +34,14 @@ METHOD = (
 _SHUFFLES = 1999
 
 
-def change_points(values: Sequence[float], smallest: float) -> list[int]:
+def change_points(
+    values: Sequence[float], smallest: float, false_alarm_rate: float = FALSE_ALARM_RATE
+) -> list[int]:
     """Returns ascending indices at which new levels begin; see METHOD. `smallest`: relative change
-    of the median from which a change counts."""
+    of the median from which a change counts. `false_alarm_rate`: share of series without a change
+    that may be marked."""
     logs = [math.log(value) for value in values]
-    edges = _split(logs, 0, smallest)
+    edges = _split(logs, 0, smallest, false_alarm_rate)
     for i in range(len(edges)):
         edges[i] = _refined(logs, ([0, *edges])[i], edges[i], ([*edges, len(logs)])[i + 1])
     while edges and (
@@ -68,11 +71,11 @@ def _refined(logs: Sequence[float], begin: int, cut: int, end: int) -> int:
     )
 
 
-def _split(logs: Sequence[float], offset: int, smallest: float) -> list[int]:
+def _split(logs: Sequence[float], offset: int, smallest: float, rate: float) -> list[int]:
     if len(logs) < 2 * MIN_RUNS:
         return []
     single, between = _statistics(_ranks(logs))
-    critical_single, critical_between = _critical(len(logs))
+    critical_single, critical_between = _critical(len(logs), rate)
     if single[0] > critical_single:
         edges = [single[1]]
     elif between[0] > critical_between:
@@ -82,7 +85,7 @@ def _split(logs: Sequence[float], offset: int, smallest: float) -> list[int]:
     if all(abs(change) < smallest for change in relative_changes(logs, edges)):
         return []
     cuts = [0, *edges, len(logs)]
-    inside = [_split(logs[a:b], offset + a, smallest) for a, b in itertools.pairwise(cuts)]
+    inside = [_split(logs[a:b], offset + a, smallest, rate) for a, b in itertools.pairwise(cuts)]
     return sorted(
         [*(offset + edge for edge in edges), *(point for part in inside for point in part)]
     )
@@ -126,15 +129,16 @@ def _statistics(ranks: np.ndarray) -> tuple[tuple[float, int], tuple[float, int,
 
 
 @functools.cache
-def _critical(n: int) -> tuple[float, float]:
-    """Returns the critical values of both statistics, with half of FALSE_ALARM_RATE for each."""
+def _critical(n: int, rate: float) -> tuple[float, float]:
+    """Returns the critical values of both statistics, with half of the false alarms for each."""
     import numpy as np
 
+    shuffles = max(_SHUFFLES, math.ceil(4 / rate))
     order = np.random.default_rng(n).permuted(
-        np.tile(np.arange(n) - (n - 1) / 2, (_SHUFFLES, 1)), axis=1
+        np.tile(np.arange(n) - (n - 1) / 2, (shuffles, 1)), axis=1
     )
     sums, deviation = _sums(order)
-    single, between = np.zeros(_SHUFFLES), np.zeros(_SHUFFLES)
+    single, between = np.zeros(shuffles), np.zeros(shuffles)
     for k in range(MIN_RUNS, n - MIN_RUNS + 1):
         np.maximum(single, np.abs(sums[:, k]) / deviation(k), out=single)
     for length in range(MIN_RUNS, n - 2 * MIN_RUNS + 1):
@@ -143,7 +147,7 @@ def _critical(n: int) -> tuple[float, float]:
             - sums[:, MIN_RUNS : n - MIN_RUNS + 1 - length]
         )
         np.maximum(between, np.abs(stretches).max(axis=1) / deviation(length), out=between)
-    index = math.ceil((_SHUFFLES + 1) * (1 - FALSE_ALARM_RATE / 2)) - 1
+    index = math.ceil((shuffles + 1) * (1 - rate / 2)) - 1
     return float(np.sort(single)[index]), float(np.sort(between)[index])
 
 
@@ -182,6 +186,12 @@ class Series:
     def last_change(self) -> HistoryPoint | None:
         return next((point for point in reversed(self.points) if point.change is not None), None)
 
+    @property
+    def worse(self) -> bool:
+        """Whether the last change was to less throughput or more memory."""
+        change = (self.last_change and self.last_change.change) or 0.0
+        return change < 0 if self.figure == "throughput" else change > 0
+
     def as_json(self) -> dict[str, object]:
         points = [
             {
@@ -210,13 +220,16 @@ class Series:
         }
 
 
-def histories(cells: Sequence[MeasuredCell], figure: Figure) -> list[Series]:
+def histories(
+    cells: Sequence[MeasuredCell], figure: Figure, false_alarm_rate: float = FALSE_ALARM_RATE
+) -> list[Series]:
     """Returns one series per cell. `cells`: from the oldest run to the newest."""
     by_id = grouped(cells, lambda cell: cell.cell_id)
-    return [series for every in by_id.values() if (series := _series(every, figure))]
+    found = (_series(every, figure, false_alarm_rate) for every in by_id.values())
+    return [series for series in found if series]
 
 
-def _series(every: Sequence[MeasuredCell], figure: Figure) -> Series | None:
+def _series(every: Sequence[MeasuredCell], figure: Figure, rate: float) -> Series | None:
     good = [cell for cell in every if cell.ok and _by_round(cell, figure)]
     if not good:
         return None
@@ -230,7 +243,7 @@ def _series(every: Sequence[MeasuredCell], figure: Figure) -> Series | None:
     ]
     recent = same[-MOST_RUNS:]
     values = [estimate([*_by_round(cell, figure).values()]) for cell in recent]
-    edges = change_points([value.value for value in values], SMALLEST_EFFECTS[figure])
+    edges = change_points([value.value for value in values], SMALLEST_EFFECTS[figure], rate)
     logs = [math.log(value.value) for value in values]
     changes = dict(zip(edges, relative_changes(logs, edges), strict=True))
     points = tuple(

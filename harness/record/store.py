@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -197,6 +198,14 @@ class Store:
 
     def gather(self, run_id: str) -> None:
         self._files.gather(run_id)
+
+    def remove(self, run_id: str) -> None:
+        """Removes a run: first its row, without which no reader sees the rest. Raises UsageError
+        if it is running."""
+        with sole_writer(self.folder, run_id):
+            (self.folder / "runs" / f"{run_id}.parquet").unlink()
+            for table in (*TABLES, GATHERED):
+                shutil.rmtree(self.folder / table / run_id, ignore_errors=True)
 
     def _frame(self, table: str, run_ids: Sequence[str]) -> pd.DataFrame:
         return frame_of(table, [part for r in run_ids for part in self._tables(table, r)])

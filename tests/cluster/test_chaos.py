@@ -49,7 +49,7 @@ def targets(slurm: Slurm, kind: str) -> list[psutil.Process]:
     if kind == "shell":  # the batch step's, not one that restarts an agent
         return [
             p
-            for p in slurm.of_kind("bash slurm/multinode.sbatch")
+            for p in slurm.of_kind("bash", "slurm/multinode.sbatch")
             if p.parent().name() == "slurmstepd"
         ]
     words = {"agent": "-m harness.agent", "coordinator": "-m bench run"}[kind]

@@ -13,12 +13,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_of(site: Site, folder: Path, **variables: str) -> str:
-    """Returns slurm/lib.sh's message in a job of this site, on a node with two GPUs."""
+    """Returns the message of a job of this site, on a node with two GPUs."""
     for name in ("gpus/0000:01:00.0", "gpus/0000:02:00.0"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     script = batch_script(site, ClusterJob("smoke", "run-1", folder / "results"))
     exports = [line for line in script.splitlines() if line.startswith("export BENCH_")]
-    lines = [*exports, ". slurm/lib.sh", "say_without_gpus"]
+    lines = [*exports, '. "$BENCH_SCRIPTS/lib.sh"', "say_without_gpus"]
     environment = {
         name: value
         for name, value in os.environ.items()

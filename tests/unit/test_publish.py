@@ -25,7 +25,6 @@ from reports.export_records import AXES
 from reports.export_records import PUBLISHED as FIGURES
 from reports.publish import CELL_TAG, LIBRARIES, PREFIX, RUN_TAG, cell_folder, quiet
 from reports.publish import PROJECT as EXPERIMENT
-from reports.publish import PROMETHEUS_FILE as FILE
 from reports.publish import publish as write
 from tests import commands
 from tests.unit.html_page import HOSTILE
@@ -36,6 +35,7 @@ DDP, FSDP, WRONG = (Cell(strategy=name, devices=2) for name in ("ddp", "fsdp2", 
 ABSENT = Cell(strategy="absent", devices=2)
 OLD, NEW = "20260101T000000-aaaa", "20260102T000000-bbbb"
 SPEEDS = [100.0, 104.5, 96.25]
+FILE = "parallelism_bench_full.prom"
 
 
 def steps(run_id: str, cell_id: str, trial: int) -> list[StepRecord]:
@@ -343,7 +343,8 @@ def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
     assert all(re.fullmatch(r"[A-Za-z0-9._=-]{1,110}", name) for name in folders)
     from prometheus_client.parser import text_string_to_metric_families
 
-    told = (tmp_path / "out" / "prometheus" / FILE).read_text()
+    (written,) = (tmp_path / "out" / "prometheus").iterdir()
+    told = written.read_text()
     labels = {
         one.labels.get("cell", ran.name)
         for family in text_string_to_metric_families(told)

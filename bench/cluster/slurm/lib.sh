@@ -75,12 +75,14 @@ end_agents() { # RENDEZVOUS
 requeue() {
   if [ "${SLURM_RESTART_COUNT:-0}" -ge "${BENCH_REQUEUES:-20}" ]; then
     say "requeued ${SLURM_RESTART_COUNT} times already: a trial may take longer than the job's time limit"
-    exit 1
+    exit 75
   fi
   say "the current trial is recorded as interrupted; the job will continue where it stopped"
+  export requeued=yes # nightly.sbatch reads it
   # Waits for SLURM to end the job. `sleep` would be a separate process, and could outlive the shell if SLURM killed it at that moment.
   scontrol requeue "$SLURM_JOB_ID" && read -rt 300 <> <(:)
-  exit 1
+  export requeued=''
+  exit 75
 }
 
 # Waits for a process, even if traps interrupt `wait`, and returns its exit code.
