@@ -20,7 +20,13 @@ from harness.cell.cell import Cell
 from harness.cell.errors import UsageError
 from harness.cell.redaction import REDACTED
 from harness.cell.training import EXACT, HALF_PRECISIONS, WIDEST_BY_NOISE
-from harness.record.files import VERSION, copied_digest, names_digest, read_file
+from harness.record.files import (
+    FIRST_WITH_CELL_IDS,
+    VERSION,
+    copied_digest,
+    names_digest,
+    read_file,
+)
 from harness.record.plan import Plan, foreign_names
 from harness.record.run_record import RunRecord
 from harness.record.store import (
@@ -188,7 +194,7 @@ def _identity(trial: TrialRecord) -> Iterator[Finding]:
     except ValidationError as error:
         yield "cell", f"it does not describe a cell: {error.errors()[0]['msg']}"
         return
-    if cell.id != trial.cell_id:
+    if cell.id != trial.cell_id and trial.schema_version >= FIRST_WITH_CELL_IDS:
         yield "cell_id", f"it is {trial.cell_id}, but the cell has id {cell.id}"
     for name, value in cell_columns(cell).items():
         recorded = getattr(trial, name)

@@ -13,6 +13,7 @@ from harness.analysis.cell_result import CellResult
 from harness.analysis.summary import in_recorded_order
 from harness.cell.cell import Cell
 from harness.cell.errors import UsageError, plural
+from harness.record.files import FIRST_WITH_CELL_IDS
 from harness.record.plan import matrix_name
 from harness.record.run_record import RunRecord
 from harness.record.store import Results, Store
@@ -165,8 +166,18 @@ def measured(results: Results) -> list[MeasuredCell]:
     cells.sort(key=lambda cell: (runs[cell.run_id].started_at, cell.run_id))
     hardware = {run_id: Hardware.of(run) for run_id, run in runs.items()}
     return [
-        MeasuredCell(cell, runs[cell.run_id].started_at, hardware[cell.run_id]) for cell in cells
+        MeasuredCell(
+            _with_id(cell, runs[cell.run_id]), runs[cell.run_id].started_at, hardware[cell.run_id]
+        )
+        for cell in cells
     ]
+
+
+def _with_id(cell: CellResult, run: RunRecord) -> CellResult:
+    """Returns the cell with the id that newer runs have for its settings."""
+    if run.schema_version >= FIRST_WITH_CELL_IDS:
+        return cell
+    return dataclasses.replace(cell, cell_id=cell.cell.id)
 
 
 def spread_between_runs(cell: CellResult, baseline: CellResult, results: Results) -> str:

@@ -342,7 +342,8 @@ TABLES: dict[str, type[Record]] = {
 }
 VERSION = 15
 """Increase it when a column is added, changed or removed."""
-
+FIRST_WITH_CELL_IDS = 12
+"""First version whose cell ids are hashes of the same fields as today."""
 VERSION_KEY = "parallelism_bench_schema_version"
 
 
