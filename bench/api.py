@@ -109,7 +109,7 @@ def run(options: _PythonOptions) -> RecordedRuns:
 
     Raises UsageError for a mistake. After KeyboardInterrupt, `run_id` continues the run.
     """
-    _check(bool(options.cells), bool(options.matrix), options.trials)
+    _check(bool(options.cells), bool(options.matrix or options.scripts), options.trials)
     _check_times(
         time_budget_seconds=options.time_budget_seconds, timed_seconds=options.timed_seconds
     )
@@ -144,7 +144,7 @@ def _check(cells: bool, matrix: bool, trials: int | None) -> None:
     if sentence := missing(TRAINING):
         raise UsageError(sentence)
     if cells == matrix:
-        raise UsageError("bench.run needs either cells or a matrix")
+        raise UsageError("bench.run needs either cells, or a matrix or scripts")
     if trials is not None and (not isinstance(trials, int) or trials < 1):
         raise UsageError(f"trials {trials!r}: give a whole number of at least 1")
 

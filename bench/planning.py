@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 
 from bench.expand import expand
 from bench.matrix import Matrix, axes_of, host_of, matrix_of, matrix_text, read_matrix
 from bench.run_options import CommandOptions
 from bench.select import baseline_choice, find_run
-from harness.cell.cell import Cell
+from harness.cell.cell import SCRIPT, Cell, is_script
 from harness.cell.errors import Refused, Unavailable, UsageError
 from harness.record.plan import Plan, matrix_name, require_named, resumable
 from harness.record.store import Store, require_plain_name
@@ -33,7 +34,8 @@ def kept_or_new_plan(store: Store, options: CommandOptions) -> tuple[Plan, bool]
     """Returns the plan, and whether its run has begun; raises UsageError."""
     plan, begun = _kept_or_new(store, options)
     if begun:
-        given = (options.cells, options.changes, options.model, matrix_text(options.matrix))
+        scripts, matrix = " ".join(options.scripts), matrix_text(options.matrix)
+        given = (options.cells, options.changes, options.model, scripts, matrix)
         require_named(plan.cells, map(str, given))
     return plan, begun
 
@@ -52,9 +54,13 @@ def _kept_or_new(store: Store, options: CommandOptions) -> tuple[Plan, bool]:
         require_plain_name(options.run_id)
         if options.run_id in store.run_ids():
             return _continued(store, options, options.run_id), True
-    if not options.matrix and not options.cells:
+    if not options.matrix and not options.cells and not options.scripts:
         raise UsageError(
             "--matrix is missing; try --matrix smoke, or see: python -m bench list matrices"
+        )
+    if options.scripts and (options.matrix or options.cells or options.model or options.data):
+        raise UsageError(
+            "--script brings its own model and data: leave --matrix, --model and --data out"
         )
     return _new_plan(options), False
 
@@ -69,7 +75,7 @@ def _continued(store: Store, options: CommandOptions, run_id: str) -> Plan:
             f"run {run_id!r} is a search, not a run of a matrix: continue it with python -m bench"
             " maxsize --resume, or choose another name with --run"
         )
-    requested = FROM_PYTHON if options.cells else options.matrix
+    requested = _name(options)
     if requested and matrix_name(requested) != matrix_name(plan.matrix):
         raise UsageError(
             f"run {run_id!r} is of matrix {plan.matrix!r}, not {requested!r}: give the same matrix"
@@ -120,11 +126,35 @@ def _cell_ids(plan: Plan) -> set[str]:
     return {cell.id for cell in (*plan.cells, *(left.cell for left in plan.left_out))}
 
 
+def _name(options: CommandOptions) -> str:
+    """Returns the matrix's name; empty if the options name no cells."""
+    return SCRIPT if options.scripts else FROM_PYTHON if options.cells else options.matrix
+
+
 def _matrix(options: CommandOptions) -> Matrix:
+    if options.scripts:
+        return _of_scripts(options.scripts)
     if not options.cells:
         return read_matrix(options.matrix)
     axes = [axes_of(cell) if isinstance(cell, Cell) else cell for cell in options.cells]
     return matrix_of({"cells": axes}, Matrix, FROM_PYTHON)
+
+
+def _of_scripts(scripts: Sequence[str]) -> Matrix:
+    cells = []
+    for script in scripts:
+        path, arguments = "", list[str]()
+        with contextlib.suppress(ValueError):  # an open quotation
+            path, *arguments = shlex.split(script)
+        if not is_script(path):
+            example = "give a Python file and its arguments, such as 'train.py lr=0.1'"
+            raise UsageError(f"--script {script!r}: {example}")
+        options = {"arguments": shlex.join(arguments)} if arguments else {}
+        cells.append({"strategy": path, "options": options})
+    steps = {"warmup_steps": 3, "parity_steps": 3, "timed_steps": 8}
+    defaults = {"workload": SCRIPT, "devices": "many", "batch": 1, **steps}
+    content = {"trials": 5, "long_training": False, "defaults": defaults, "cells": cells}
+    return matrix_of(content, Matrix, SCRIPT)
 
 
 def _rehearsed(cells: Iterable[Cell]) -> dict[str, int]:
@@ -141,7 +171,7 @@ def _rehearsed(cells: Iterable[Cell]) -> dict[str, int]:
 
 def _new_plan(options: CommandOptions) -> Plan:
     matrix, host = _matrix(options), host_of(options.host, options.nodes or 1)
-    name = options.matrix or FROM_PYTHON
+    name = _name(options)
     expanded = expand(
         matrix,
         host,
@@ -169,7 +199,7 @@ def _new_plan(options: CommandOptions) -> Plan:
         rehearsed=_rehearsed(plan.cells) if matrix.rehearse and not options.dry_run else {},
     )
     chosen = baseline_choice(options.baseline, plan.cells)
-    if options.trials or not (plan.trials > 1 or seconds or budget is not None):
+    if options.trials or options.scripts or not (plan.trials > 1 or seconds or budget is not None):
         return plan
     if budget is None and matrix.time_budget_minutes:
         budget = matrix.time_budget_minutes * 60

@@ -46,6 +46,11 @@ _ONLY = typer.Option(
     "--only", help="Only these cells: strategy, id or pattern such as 'ddp*x2*'; may be repeated."
 )
 _SKIP = typer.Option("--skip", help="Skip these cells, named as for --only; may be repeated.")
+_SCRIPTS = typer.Option(
+    "--script",
+    help="Training script as it is, with its arguments, such as 'train.py lr=0.1'; may be"
+    " repeated, to compare. Set batch to the number of samples per step.",
+)
 _SETTINGS = typer.Option(
     "--set", help="Set an axis of all cells, as axis=value, such as batch=16; may be repeated."
 )
@@ -59,6 +64,7 @@ Matrix: TypeAlias = Annotated[
 ]
 Only: TypeAlias = Annotated[list[str] | None, _ONLY]
 Skip: TypeAlias = Annotated[list[str] | None, _SKIP]
+Scripts: TypeAlias = Annotated[list[str] | None, _SCRIPTS]
 Settings: TypeAlias = Annotated[list[str] | None, _SETTINGS]
 Trials: TypeAlias = Annotated[
     int | None,
@@ -122,6 +128,7 @@ class RunOptions:
             " hf:PATH of a config.json, or your own as FILE.py:CLASS.",
         ),
     ] = ""
+    scripts: Annotated[Sequence[str], _SCRIPTS] = ()
     data: Annotated[
         str, typer.Option("--data", help="Dataset to train on in every cell, such as text:FILE.")
     ] = ""
@@ -174,7 +181,8 @@ class RunOptions:
 
     @property
     def chooses_cells(self) -> bool:
-        return bool(self.only or self.skip or self.cells or self.changes or self.model)
+        chosen = self.only or self.skip or self.cells or self.changes or self.model
+        return bool(chosen or self.scripts)
 
     @property
     def changes_a_plan(self) -> bool:
@@ -274,7 +282,13 @@ PANELS = {
     "Several nodes": ("share", "nodes", "rendezvous", "interface", "timeout"),
 }
 """Options by panel of the help; all others are in the panel `What`."""
-_TYPED: dict[str, object] = {"only": Only, "skip": Skip, "settings": Settings, "results": Results}
+_TYPED: dict[str, object] = {
+    "only": Only,
+    "skip": Skip,
+    "scripts": Scripts,
+    "settings": Settings,
+    "results": Results,
+}
 """Types of options that Python takes in more forms than the command line."""
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from harness.analysis.cell_result import CellResult
+from harness.analysis.cell_result import NOT_CHECKED, VERIFIED, CellResult
 from harness.analysis.setting import System, grouped
 from harness.cell.errors import plural
 from harness.record.trial import NO_RESULT, NOT_LAUNCHED, TrialRecord
@@ -34,7 +34,7 @@ from reports.text import DASH, deviation, exact, number, percent, plain, size
 
 OUTCOMES = {**STATUS, "diverged": "diverged", NOT_REACHED: NOT_REACHED}
 _LEFT_OUT = (*NOT_LAUNCHED, NOT_REACHED)
-_PARITY = ("exact", "within tolerance", "diverged as expected", "diverged", "unknown")
+_PARITY = (*VERIFIED, "diverged as expected", "diverged", "unknown", NOT_CHECKED)
 _FILTERS = {
     "workload": "Workload",
     "devices": "Devices",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from harness.analysis.answer import Answer, why_no_advice, why_no_more_trials
 from harness.analysis.cell_result import CellResult
 from harness.analysis.ranking import of_real_things
+from harness.analysis.scripts import script_sentences
 from harness.cell.errors import plural
 from reports import blocks as ui
 from reports.blocks import BREAK, data, phrase, plain_text, prose, small, strong
@@ -75,6 +76,8 @@ def verdict_blocks(report: RunReport) -> ui.Blocks:
     if report.largest:
         return _largest_verdict(report)
     if report.leading is None:
+        if sentences := script_sentences(report.cells):
+            return [ui.Bullets(list(map(data, sentences))), _commands(report)]
         nothing = "nothing ranked" if report.cells else "nothing recorded"
         return [ui.Paragraph(prose(nothing), "lead")]
     group = report.leading

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
+
 from bench.cli import terminal
 from bench.cli.run_progress import (
     RunProgress,
@@ -19,6 +21,7 @@ from bench.execution import Ended, Prepared, conclude, execute, prepare
 from bench.run_options import CommandOptions
 from harness.analysis.answer import what_more_would_buy, why_no_advice, why_no_more_trials
 from harness.analysis.ranking import Choice
+from harness.analysis.scripts import script_sentences
 from harness.analysis.setting import timed
 from harness.record.plan import Plan
 from harness.record.store import Store
@@ -104,6 +107,9 @@ def show_end(store: Store, ended: Ended, baseline: Choice | None, options: Comma
 def _say_answer(console: Console, plan: Plan, report: RunReport) -> None:
     if report.leading and report.advised:
         terminal.advice(console, report.advised, report.leading.full_title, report.between_runs)
+    elif sentences := script_sentences(report.cells):
+        for sentence in sentences:
+            console.print(escape(sentence), highlight=False)
     elif report.leading:
         console.print(f"no advice: {why_no_advice(report.leading.rows)}", highlight=False)
     measured = timed(report.cells, plan.not_compared)
@@ -137,6 +143,7 @@ def _as_json(store: Store, page: Path | None, report: RunReport) -> dict[str, ob
             for a in (report.advised.advice if report.advised else ())
         ],
         "claims": claims(report),
+        "scripts": script_sentences(report.cells),
         "command": report.advised and export_command(report.advised),
         "cells": [{name: cell.column(name) for name in columns} for cell in report.cells],
         "gpus_unused": report.run.gpus_unused,

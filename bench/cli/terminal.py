@@ -142,7 +142,7 @@ def stop_signals() -> Iterator[None]:
 
 def ranking(out: Console, cells: Sequence[CellResult]) -> None:
     """Prints ranked cells per workload, then all other cells with reasons."""
-    from harness.analysis.cell_result import CAUSES
+    from harness.analysis.cell_result import CAUSES, NOT_CHECKED
     from harness.analysis.setting import grouped, systems
 
     ranked = [cell for cell in cells if cell.ranked]
@@ -172,7 +172,7 @@ def ranking(out: Console, cells: Sequence[CellResult]) -> None:
             " say what is needed"
         )
     for cell in cells:
-        if not cell.ranked:
+        if not cell.ranked and cell.outcome != NOT_CHECKED:
             expected = " (as expected)" if cell.expected else ""
             colour = "yellow" if cell.expected or cell.status in NOT_LAUNCHED else "red"
             status = "not ranked" if cell.status == "ok" else cell.status

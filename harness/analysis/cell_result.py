@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 VERIFIED = ("exact", "within tolerance")
 """Parity verdicts that allow comparison by speed."""
-WORST_VERDICT_FIRST = ("diverged", "unknown", "within tolerance", "exact")
+NOT_CHECKED = "not checked"
+"""Parity verdict, and outcome, of cells that have no reference by design."""
+WORST_VERDICT_FIRST = ("diverged", "unknown", NOT_CHECKED, "within tolerance", "exact")
 UNVERIFIED = "unverified"
 """Outcome that replaces status ok if parity is not verified."""
 
@@ -319,7 +321,9 @@ class CellResult:
 
     @property
     def outcome(self) -> str:
-        """Status; `unverified` replaces ok if parity is not verified."""
+        """Status; `unverified` or `not checked` replaces ok if parity is not verified."""
+        if self.status == "ok" and self.parity.verdict == NOT_CHECKED:
+            return NOT_CHECKED
         return self.status if self.status != "ok" or self.verified else UNVERIFIED
 
     @property

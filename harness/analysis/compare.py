@@ -17,6 +17,7 @@ from harness.analysis.stats import (
     Comparison,
     compare_runs,
 )
+from harness.cell.cell import is_script
 from harness.cell.errors import UsageError
 from harness.record.trial import NOT_LAUNCHED
 
@@ -220,7 +221,12 @@ def _counts(counts: Mapping[str, int]) -> str:
 def compare_sides(first: RunSelection, second: RunSelection) -> RunComparison:
     """Compares B (second) with A (first) by cell. Raises UsageError if they have no cell in
     common."""
-    before, after = (grouped(side.cells, lambda cell: cell.cell_id) for side in (first, second))
+
+    def name_or_id(cell: MeasuredCell) -> str:
+        """Returns the id, or of a script the name, which its versions share."""
+        return cell.cell_name if is_script(cell.cell.strategy) else cell.cell_id
+
+    before, after = (grouped(side.cells, name_or_id) for side in (first, second))
     if not before.keys() & after.keys():
         raise UsageError(
             f"{first.name} and {second.name} have no cell in common, so there is nothing to compare"

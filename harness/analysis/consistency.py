@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pydantic import ValidationError
 
-from harness.analysis.cell_result import VERIFIED
+from harness.analysis.cell_result import VERIFIED, WORST_VERDICT_FIRST
 from harness.analysis.estimates import computing, mean_window, windows_of
 from harness.cell.cell import Cell
 from harness.cell.errors import UsageError
@@ -61,7 +61,7 @@ Finding: TypeAlias = tuple[str, str]
 """Column with a wrong value, and what is wrong with it."""
 VOCABULARY: dict[str, tuple[str, ...]] = {
     "status": WORST_FIRST,
-    "parity_verdict": (*VERIFIED, "diverged", "unknown"),
+    "parity_verdict": WORST_VERDICT_FIRST,
     "device": ("cpu", "cuda"),
     "regime": ("strong", "weak"),
     "phase": ("warmup", "settling", "timed"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.analysis.cell_result import CellResult
+from harness.analysis.cell_result import NOT_CHECKED, CellResult
 from harness.analysis.summary import in_recorded_order
 from harness.cell.cell import Cell
 from harness.cell.errors import UsageError, plural
@@ -141,7 +141,8 @@ class MeasuredCell:
 
     @property
     def ok(self) -> bool:
-        return self.result.outcome == "ok"
+        """Whether its figures may be compared; what a script trained may differ."""
+        return self.result.outcome in ("ok", NOT_CHECKED)
 
     @property
     def speed(self) -> float | None:

@@ -32,8 +32,20 @@ _NOT_IDENTITY = {"time_limit_seconds", "expect", "system"}
 """Fields excluded from the cell id, as they do not change what is measured."""
 
 
+SCRIPT = "script"
+"""Workload of cells whose strategy is a training script; only their controls compute it."""
+
+
+def is_script(strategy: str) -> bool:
+    """Returns whether a strategy's name is the path of a training script."""
+    return strategy.endswith(".py")
+
+
 def without_folder(name: str) -> str:
-    """Strips the folder from a user's `FOLDER/FILE.py:CLASS`; returns other names unchanged."""
+    """Strips the folder from a user's `FOLDER/FILE.py:CLASS`, and all folders but the last from a
+    script's path, as versions of a script often have one name; returns other names unchanged."""
+    if is_script(name):
+        return "/".join(Path(name).parts[-2:])
     file, _, rest = name.rpartition(":")
     return f"{Path(file).name}:{rest}" if file.endswith(".py") else name
 
@@ -175,6 +187,9 @@ class Cell(BaseModel):
     @property
     def label(self) -> str:
         """Strategy with its options, as in reports: `ddp(static_graph=true)`."""
+        if is_script(self.strategy):
+            arguments = self.options.get("arguments")
+            return without_folder(self.strategy) + (f" {arguments}" if arguments else "")
         options = [
             f"{k}={json.dumps(v) if not isinstance(v, str) else v}"
             for k, v in sorted(self.options.items())
@@ -189,6 +204,8 @@ class Cell(BaseModel):
     @property
     def name(self) -> str:
         """Label and further fields: `ddp(static_graph=true) llama-mini x2 fp32 batch 8`."""
+        if is_script(self.strategy):
+            return f"{self.label} x{self.devices}"
         weak = " weak" if self.regime == "weak" else ""
         on = f" on {self.nodes} nodes" if self.nodes > 1 else ""
         if self.links:
@@ -221,7 +238,10 @@ class Cell(BaseModel):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether samples are sequences of tokens; False for a user's own workload."""
+        """Whether samples are sequences of tokens; False for a user's own workload, and for a
+        script unless the user says how many."""
+        if is_script(self.strategy):
+            return self.is_set("sequence_length")
         return not self.data.startswith("images") and not self.workload_digest
 
     @property

@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -61,6 +62,13 @@ def entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
     return {point.name: point for point in reversed(tuple(points))}
 
 
+def digest_of(path: Path) -> str:
+    """Returns the first sixteen hex digits of a file's SHA-256; raises UsageError without one."""
+    if not path.is_file():
+        raise UsageError(f"there is no file {str(path)!r}")
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
 @functools.cache
 def _imported(source: str, name: str) -> UserClass:
     label = f"{source}:{name}"
@@ -74,8 +82,7 @@ def _imported(source: str, name: str) -> UserClass:
         raise UsageError(
             f"{source!r} has no class {name!r}; its classes are: {', '.join(classes) or 'none'}"
         )
-    content = Path(inspect.getfile(loaded)).read_bytes()
-    return UserClass(label, loaded, hashlib.sha256(content).hexdigest()[:16])
+    return UserClass(label, loaded, digest_of(Path(inspect.getfile(loaded))))
 
 
 def _of(loaded: type, module: ModuleType) -> bool:
@@ -103,6 +110,10 @@ def one_line(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns an error's type and the first line of its message."""
+    """Returns an error's type and the first line of its message, or else the line that raised
+    it."""
     lines = str(error).strip().splitlines()
+    if not lines and error.__traceback__:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        lines = [f"{frame.line} (in {frame.name} of {Path(frame.filename).name})"]
     return ": ".join([type(error).__name__, *lines[:1]])

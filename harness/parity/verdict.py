@@ -20,7 +20,7 @@ from harness.parity.reference_runs import reference_of
 from harness.seam.base import Strategy
 from harness.seam.checkpoints import MOMENTS_UP_TO
 from harness.seam.optimizers import TOLERANCES
-from harness.seam.registry import batches_normalised
+from harness.seam.registry import batches_normalised, make_strategy
 from harness.workloads import Workload, make_workload
 from harness.workloads.counts import model_facts
 
@@ -389,6 +389,12 @@ def widest(*deviations: Tolerance, between: str = REASONS) -> Tolerance:
 def in_fp32(cell: Cell) -> Cell | None:
     name = make_workload(cell.workload).in_fp32
     return cell.model_copy(update={"workload": name}) if name else None
+
+
+def compared(cells: Sequence[Cell]) -> list[Cell]:
+    """Returns the cells that have a reference, and their twins in fp32."""
+    verifiable = [cell for cell in cells if not make_strategy(cell).capabilities.unverified]
+    return [*verifiable, *(twin for cell in verifiable if (twin := in_fp32(cell)))]
 
 
 def distance_to_fp32(cell: Cell, losses: Sequence[float | None]) -> float | None:

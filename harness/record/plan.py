@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from harness.cell.cell import Cell
+from harness.cell.cell import Cell, is_script
 from harness.cell.errors import NothingToResume, UsageError
 from harness.cell.yaml_text import adapter
 from harness.record.store import Store
@@ -219,7 +219,8 @@ def foreign_names(cell: Cell) -> list[str]:
     """Returns a cell's names of code outside the suite and its plug-ins, and of models and data on
     a hub."""
     code = (cell.strategy, cell.checkpoint_from, cell.workload)
-    return [*(name for name in code if ":" in name), *[cell.data][: cell.data.startswith("hf:")]]
+    named = [name for name in code if ":" in name or is_script(name)]
+    return [*named, *[cell.data][: cell.data.startswith("hf:")]]
 
 
 def require_named(cells: Iterable[Cell], given: Iterable[str]) -> None:

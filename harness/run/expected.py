@@ -123,10 +123,9 @@ def references_of(cells: Sequence[Cell], cores: int | None, gpu: str | None) -> 
     """Returns the number, total time and disk space of references. References that measure noise
     run twice."""
     from harness.parity.reference_runs import is_noisy, kept_bytes, reference_cell, reference_key
-    from harness.parity.verdict import in_fp32
+    from harness.parity.verdict import compared
 
-    twins = [in_fp32(cell) for cell in cells]
-    every = {reference_key(cell): cell for cell in (*cells, *twins) if cell}
+    every = {reference_key(cell): cell for cell in compared(cells)}
     runs = [reference_cell(cell) for cell in every.values()]
     runs += list(filter(is_noisy, runs))
     return References(

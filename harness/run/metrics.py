@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeVar
 
+from harness.analysis.cell_result import NOT_CHECKED
 from harness.analysis.consistency import first_known, mean_losses, passes
 from harness.analysis.stats import mean_of_cycles, over_cycles, percentile, slowest, trend
 from harness.analysis.summary import mfu
@@ -138,7 +139,7 @@ def _with_speed(
     numbers = [step.step for step in timed[0]]
     typical = percentile(over_cycles(seconds, numbers, cycle), 0.5)
     slices = _time_slices(ranks[0].time_slices, seconds, numbers, cycle)
-    flops = float(facts.flops_per_sample * cell.global_batch)
+    flops = float(facts.flops_per_sample * cell.global_batch) or None
     tokens = cell.global_batch * cell.sequence_length if cell.has_tokens else None
     return replace(
         trial,
@@ -428,8 +429,10 @@ def trial_record(
     trial = _with_placement(trial, prepared, outcome)
     trial = _with_verification(trial, verification, prepared.rewind_skipped_reason)
     trial = replace(trial, **outcome.checkpoint)
-    facts = model_facts(prepared.workload, cell.sequence_length)
-    trial = replace(trial, parameters=facts.parameters, trained_parameters=sum(facts.sizes))
+    facts = ModelFacts((), 0, 0, ())  # a script has another model than its control
+    if not strategy.capabilities.unverified:
+        facts = model_facts(prepared.workload, cell.sequence_length)
+        trial = replace(trial, parameters=facts.parameters, trained_parameters=sum(facts.sizes))
     if formula := strategy.states(cell, prepared.layout, facts):
         trial = replace(
             trial,
@@ -445,7 +448,7 @@ def trial_record(
         return trial
     trial = with_metrics(trial, cell, outcome.answers, facts, peaks, strategy.cycle)
     added = strategy.recomputed_flops(cell, prepared.workload)
-    trial = replace(trial, hardware_flops_per_step=(trial.flops_per_step or 0.0) + added)
+    trial = replace(trial, hardware_flops_per_step=(trial.flops_per_step or 0.0) + added or None)
     busy = [a.busy_fraction for a in outcome.trained if a.busy_fraction is not None]
     trial = replace(trial, bubble_fraction=bubble_fraction(busy) if busy else None)
     return _with_verdict(trial, verification.verdict, cell.expect == "diverged")
@@ -516,6 +519,8 @@ def _with_verdict(trial: TrialRecord, verdict: ParityVerdict, may_diverge: bool)
     is expected unless the reference is missing."""
     columns = {f"parity_{name}": value for name, value in asdict(verdict).items()}
     trial = replace(trial, **columns)
+    if verdict.verdict == NOT_CHECKED:
+        return replace(trial, reason=verdict.reason, expected=True)
     if verdict.verdict == "unknown":
         declared = verdict.max_loss_deviation is not None  # else there is no reference
         reason = f"not verified: {verdict.reason}"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from harness.analysis.cell_result import VERIFIED
+from harness.analysis.cell_result import NOT_CHECKED, VERIFIED
 from harness.analysis.consistency import Pass, loss_deviations, mean_losses, passes
 from harness.cell.cell import Cell
 from harness.cell.training import CAPPED_ABOVE, Tolerance, half_precision
@@ -40,8 +40,8 @@ from harness.parity.verdict import (
     allowed_deviation,
     beyond,
     capped,
+    compared,
     distance_to_fp32,
-    in_fp32,
     no_more_than_noise,
     noise_of,
     unverifiable,
@@ -211,6 +211,10 @@ class ReferenceRuns:
         self, launcher: LauncherProtocol, prepared: PreparedTrial, outcome: Outcome
     ) -> Verification:
         cell, reference = prepared.cell, prepared.reference
+        if why_not := prepared.strategy.capabilities.unverified:
+            verification = verified(prepared, outcome, why_not)
+            verdict = verification.verdict and replace(verification.verdict, verdict=NOT_CHECKED)
+            return replace(verification, verdict=verdict)
         if reference is None:
             return verified(prepared, outcome, "a probe is not compared with a reference run")
         if prepared.existing_reference is None or outcome.status != "ok":
@@ -312,10 +316,6 @@ def _launch(
     if outcome.status == "interrupted":
         raise KeyboardInterrupt
     return outcome
-
-
-def compared(cells: Sequence[Cell]) -> list[Cell]:
-    return [*cells, *(twin for cell in cells if (twin := in_fp32(cell)))]
 
 
 def _ranks_agree(cell: Cell, step: int) -> bool:

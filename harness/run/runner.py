@@ -22,6 +22,7 @@ from harness.measure.hardware_benchmark import measure_apart
 from harness.measure.resource_use import Idle
 from harness.parity.reference import Reference
 from harness.parity.reference_runs import make_room, reference_key
+from harness.parity.verdict import compared
 from harness.record.plan import Plan
 from harness.record.store import Store, TrialKey
 from harness.record.trial import NOT_AGAIN, SpeedMeasurement, TrialRecord
@@ -42,7 +43,7 @@ from harness.run.prepared import (
     packages,
 )
 from harness.run.profile import profile_cell
-from harness.run.references import ReferenceRuns, compared
+from harness.run.references import ReferenceRuns
 from harness.seam.registry import make_strategy
 from harness.worker.spec import STEPS_IN_A_TURN
 
@@ -175,7 +176,7 @@ class Runner:
                     )
                 return [
                     self.run_trial(
-                        launcher, cell, key, at, references[reference_key(cell)], listener.step
+                        launcher, cell, key, at, references.get(reference_key(cell)), listener.step
                     )
                     for at, cell, key, _ in group
                 ]
@@ -183,7 +184,7 @@ class Runner:
             while pending:
                 # In a resumed run, a further round may need references that no open trial did.
                 wanted += [trial.cell for trial in pending]
-                missing = [cell for cell in wanted if reference_key(cell) not in references]
+                missing = [c for c in compared(wanted) if reference_key(c) not in references]
                 wanted = []
                 if missing:
                     references |= self._references.of(launcher, missing, listener.preparing)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from harness.cell.cell import Cell
+from harness.cell.cell import SCRIPT, Cell, is_script
 from harness.cell.errors import Refused, Unavailable, UsageError, first_error
 from harness.cell.training import Layout
 from harness.host.environment import missing_compiler
 from harness.host.packages import is_installed, unbuilt
-from harness.host.user_code import names_user_class, user_class
+from harness.host.user_code import digest_of, names_user_class, user_class
 from harness.seam.base import Strategy
 from harness.seam.checkpoints import admit_checkpoint, saving_cell
 from harness.seam.optimizers import EXTRA_OPTIMIZERS, packages_of
@@ -71,6 +71,8 @@ def strategies() -> dict[str, type[Strategy]]:
 def _strategy_class(name: str) -> type[Strategy]:
     if names_user_class(name):
         return _require_strategy(user_class(name).loaded, f"strategy {name!r}")
+    if is_script(name):
+        return _load(f"{HOME}._{SCRIPT}", name)
     if name in HIDDEN:
         return _load(f"{HOME}._{name}", name)
     found = strategies()
@@ -124,6 +126,9 @@ def _sources(cell: Cell) -> dict[str, str]:
     if names_user_class(cell.strategy):
         found = user_class(cell.strategy)
         fields |= {"strategy": found.name, "strategy_digest": found.digest}
+    if is_script(cell.strategy):
+        path = Path(cell.strategy).expanduser().resolve()
+        fields |= {"strategy": str(path), "strategy_digest": digest_of(path)}
     workload, digest = source_of(cell.workload)
     return fields | ({"workload": workload, "workload_digest": digest} if digest else {})
 
@@ -216,6 +221,9 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
         raise Refused("links connect nodes: set nodes to 2 or more, or leave links out")
     if cell.nodes > 1:
         _admit_nodes(cell, strategy, layout)
+    if capabilities.unverified:
+        strategy.check(cell, workload)
+        return strategy, layout
     if cell.optimizer in EXTRA_OPTIMIZERS and cell.optimizer not in capabilities.extra_optimizers:
         raise _without_extra_optimizer(cell)
     if cell.optimizer == "muon" and not workload.block_path:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.cell.cell import Cell
+from harness.cell.errors import UsageError
 from harness.host.amd import runtime_name
 from harness.host.cores import core_ranges, threads_of
 from harness.host.environment import HIDE_GPUS
@@ -160,7 +161,7 @@ def failure(error: BaseException) -> FailureAnswer:
     )
     return FailureAnswer(
         status="out_of_memory" if memory else "failed",
-        reason=first_line(error),
+        reason=str(error) if isinstance(error, UsageError) else first_line(error),
         failed_at=time.time(),
         consequence=not memory and any(m in text for m in _LOST_PEER),
     )

@@ -6,6 +6,7 @@ import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.cell.cell import SCRIPT
 from harness.cell.errors import UsageError
 from harness.host.user_code import UserClass, entry_point_class, names_user_class, user_class
 from harness.workloads.family import Family, Kind
@@ -15,6 +16,7 @@ from harness.workloads.workload import AUTO, Workload
 from harness.workloads.workload_variants import SUFFIXES, make_variant
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
     from transformers import PretrainedConfig
 
 HUB = "hf:"
@@ -114,7 +116,26 @@ def make_workload(name: str) -> Workload:
 ENTRY_POINTS = "parallelism_bench.workloads"
 
 
+class Small:
+    """A small network that the control of a training script computes."""
+
+    def build(self) -> nn.Module:
+        from torch import nn
+
+        return nn.Linear(256, 1024)
+
+    def batch(self, samples: Tensor) -> tuple[Tensor, Tensor]:
+        import torch
+
+        return torch.ones(len(samples), 256), samples
+
+    def loss(self, output: Tensor, labels: Tensor) -> Tensor:
+        return output.square().mean()
+
+
 def _user_class(name: str) -> UserClass | None:
+    if name == SCRIPT:
+        return UserClass(SCRIPT, Small, "")
     if names_user_class(name):
         return user_class(name)
     return None if name in workload_names() else entry_point_class(ENTRY_POINTS, name)

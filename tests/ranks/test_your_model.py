@@ -66,9 +66,86 @@ def test_the_model_of_the_documents_trains_as_in_one_process(
     assert verdicts == {"ddp": "exact", wrong: "diverged"}
 
 
+IRREGULAR = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+class Net(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.layer, self.gate = kind, nn.Linear(8, 8), nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4 if kind == "skips" else 0))
+        self.late = nn.Linear(4, 4) if kind == "unused" else None
+        if kind == "mixed":
+            self.layer.bfloat16()
+
+    def forward(self, x):
+        if self.kind == "reentrant":
+            x = x.requires_grad_()
+            for _ in range(3):
+                x = checkpoint(self.layer, x, use_reentrant=True).tanh()
+        else:
+            x = self.layer(x.to(self.layer.weight.dtype)).float().tanh()
+        for number, expert in enumerate(self.experts):
+            rows = (x.argmax(1) % 4 == number).nonzero()[:, 0]
+            if len(rows):
+                x = x.index_add(0, rows, expert(x[rows]))
+        return self.gate(x)
+
+
+class Reentrant:
+    kind = "reentrant"
+
+    def __init__(self):
+        self.x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+
+    def build(self):
+        return Net(self.kind)
+
+    def batch(self, samples):
+        return self.x[samples % 64], samples % 4
+
+    def loss(self, output, labels):
+        return F.cross_entropy(output, labels)
+
+
+class Skips(Reentrant):
+    kind = "skips"
+
+
+class Unused(Reentrant):
+    kind = "unused"
+
+
+class Mixed(Reentrant):
+    kind = "mixed"
+"""
+
+
+@pytest.mark.thorough
+def test_ddp_gets_the_flags_that_irregular_models_need(run_cells: RunCells, tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(IRREGULAR)
+    names = ("Reentrant", "Skips", "Unused", "Mixed")
+    cells = [cell("ddp", workload=f"{tmp_path / 'nets.py'}:{name}", **MICRO) for name in names]
+    trials = run_cells(*cells).trials
+    found = {
+        workload.rpartition(":")[2]: (verdict, reason)
+        for workload, verdict, reason in zip(
+            trials["workload"], trials["parity_verdict"], trials["reason"], strict=True
+        )
+    }
+    verdicts = {name: verdict for name, (verdict, _) in found.items()}
+    assert verdicts.pop("Mixed") in ("exact", "within tolerance"), found
+    assert verdicts == dict.fromkeys(names[:3], "exact"), found
+
+
 @pytest.mark.thorough
 def test_the_example_of_the_documents_runs(tmp_path: Path) -> None:
-    (command,) = (c for block in pages.blocks(PAGE.read_text()) for c in block.commands)
+    commands = [c for block in pages.blocks(PAGE.read_text()) for c in block.commands]
+    (command,) = (command for command in commands if "--model" in command)
     next(block for block in pages.blocks(PAGE.read_text()) if block.path).apply(tmp_path)
     some = "".join(f" --only {name}" for name in ("single", "ddp"))
     run(f"{command} --trials 1{some}", tmp_path)

@@ -15,7 +15,7 @@ from harness.cell.errors import UsageError
 
 def test_mistakes_are_refused_in_one_sentence() -> None:
     wrong = {"trials": 0, "timed_seconds": -1.0, "time_budget_seconds": float("nan")}
-    with pytest.raises(UsageError, match="cells or a matrix"):
+    with pytest.raises(UsageError, match="either cells, or a matrix"):
         bench.run()
     for name, value in wrong.items():
         with pytest.raises(UsageError, match=name):
@@ -23,10 +23,10 @@ def test_mistakes_are_refused_in_one_sentence() -> None:
 
 
 def test_python_and_the_command_take_the_same_options() -> None:
-    """An empty list of the command line stands for no patterns and no settings."""
+    """An empty list of the command line stands for no patterns, scripts and settings."""
     python, shell = (dict(inspect.signature(run).parameters) for run in (bench.run, command_run))
     assert python.keys() - shell.keys() == {"cells", "listener"}
-    for name in python.keys() & shell.keys() - {"only", "skip", "settings"}:
+    for name in python.keys() & shell.keys() - {"only", "skip", "scripts", "settings"}:
         assert python[name].default == shell[name].default, name
 
 
