@@ -195,6 +195,9 @@ class SearchProgress(ProgressListener):
 
 def show_summary(out: Console, prepared: Prepared, is_dry: bool) -> None:
     """Prints in five lines what a run will do."""
+    from harness.cell.cell import without_folder
+    from harness.workloads import make_workload
+
     planned, references = prepared.plan, prepared.references
     out.print(_title(planned))
     trials = plural(prepared.trials_to_run, "trial")
@@ -209,6 +212,9 @@ def show_summary(out: Console, prepared: Prepared, is_dry: bool) -> None:
         if seconds > budget:
             then = f"; after {duration(budget)}, planned rounds from the third on are skipped"
     out.print(total + then)
+    for name in dict.fromkeys(cell.workload for cell in planned.cells):
+        for note in make_workload(name).notes:
+            out.print(f"{escape(without_folder(name))}: {escape(note)}", highlight=False)
     if planned.left_out:
         statuses = Counter(absent.status for absent in planned.left_out).most_common()
         counts = ", ".join(f"{count} {status}" for status, count in statuses)

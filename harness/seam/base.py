@@ -64,6 +64,8 @@ class Capabilities:
     """Supported optimizers beyond AdamW and SGD."""
     fixed_steps: bool = False
     """Whether trials must take exactly the cell's steps."""
+    skips_parameters: bool = False
+    """Whether its ranks may use different parameters in a step."""
     unverified: str = ""
     """Why no reference run can check what it trains; empty if one can."""
     max_devices: int | None = None

@@ -243,6 +243,12 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
     if layout.sequence > 1:
         workload.check_sequence(layout, cell.sequence_length)
     workload.check(cell, strategy.shards_parameters)
+    if workload.skipped and layout.processes > 1 and not capabilities.skips_parameters:
+        raise Refused(
+            f"{workload.skipped[0]} in {workload.name} takes part in the losses of some samples"
+            f" only, and a rank of {cell.strategy} that skips it would make the others wait; use"
+            " ddp, or let every sample use it, if only with the weight 0"
+        )
     if cell.recompute != "none":
         workload.check_recompute(cell.recompute)
     if cell.compile != "none":

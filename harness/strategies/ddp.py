@@ -18,12 +18,7 @@ from harness.cell.training import (
     first_replayed,
 )
 from harness.seam import Capabilities, Cell, Export, Job, ModelFacts, Strategy
-from harness.seam.formulas import (
-    all_reduced,
-    in_half,
-    passed_once,
-    whole_model_states,
-)
+from harness.seam.formulas import all_reduced, in_half, passed_once, whole_model_states
 from harness.seam.job import standard_step
 from harness.seam.registry import POWER_SGD
 from harness.strategies._accelerate_config import accelerate_export
@@ -49,7 +44,9 @@ class Ddp(Strategy):
     """DistributedDataParallel: whole model on each rank, gradients all-reduced during backward."""
 
     capabilities = Capabilities(
-        compiles=("block", "block_cudagraphs"), extra_optimizers=("adamw_8bit", "muon")
+        compiles=("block", "block_cudagraphs"),
+        extra_optimizers=("adamw_8bit", "muon"),
+        skips_parameters=True,
     )
 
     bucket_cap_mb: float | None = Field(default=None, ge=0.001)
@@ -138,10 +135,9 @@ class Ddp(Strategy):
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         """Adds rank 0's broadcast of buffers; None for PowerSGD."""
-        hook = self.comm_hook
-        if hook == "powersgd":
+        if self.comm_hook == "powersgd":
             return None
-        sent = facts.trained_bytes if hook == "none" else in_half(facts)
+        sent = facts.trained_bytes if self.comm_hook == "none" else in_half(facts)
         return all_reduced(layout.data, sent) + passed_once(
             layout.data, facts.buffer_bytes - facts.scale_bytes
         )
@@ -161,7 +157,8 @@ def wrap_in_ddp(
         model,
         device_ids=[job.device] if job.device.type == "cuda" else None,
         bucket_cap_mb=bucket_cap_mb,
-        static_graph=static_graph,
+        static_graph=static_graph or job.workload.reentrant,
+        find_unused_parameters=bool(job.workload.skipped),
         gradient_as_bucket_view=gradient_as_bucket_view,
     )
 

@@ -20,7 +20,7 @@ class SyncBatchNorm(Strategy):
     statistics.
     """
 
-    capabilities = Capabilities(synchronizes_batch_norm=True)
+    capabilities = Capabilities(synchronizes_batch_norm=True, skips_parameters=True)
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if not workload.batch_norm:

@@ -19,7 +19,7 @@ class ZeroRedundancy(Strategy):
     `overlap_with_ddp` is not offered, as it skips the first updates.
     """
 
-    capabilities = Capabilities(reshards=False)
+    capabilities = Capabilities(reshards=False, skips_parameters=True)
 
     parameters_as_bucket_view: bool = False
     """Store a rank's parameters in one tensor, sent by a single broadcast."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import pkgutil
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PretrainedConfig
 
+BLOCKS = "blocks="
+"""Suffix with the path of a list of blocks in a user's model: `my.py:Tiny+blocks=layers`."""
 HUB = "hf:"
 """Prefix of models that transformers loads from a folder or its hub."""
 
@@ -72,6 +75,9 @@ def split_name(name: str) -> tuple[str, list[str]]:
 def make_workload(name: str) -> Workload:
     """Returns the workload, suffixes included; raises UsageError for an unknown name."""
     base, suffixes = split_name(name)
+    blocks = tuple(s.removeprefix(BLOCKS) for s in suffixes if s.startswith(BLOCKS))
+    if len(blocks) == len(suffixes) > 0 and (found := _user_class(base)):
+        return from_class(dataclasses.replace(found, name=name), blocks)
     if suffixes:
         return make_variant(make_workload(base), suffixes)
     if name.startswith(HUB):

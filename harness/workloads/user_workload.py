@@ -6,15 +6,17 @@ import dataclasses
 import functools
 import inspect
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar, cast
 
 from harness.cell.durable import read_cached, write_cached
 from harness.cell.errors import Refused, UsageError
-from harness.cell.training import of_each_tensor
-from harness.host.user_code import UserClass, first_line
+from harness.cell.training import Tolerance, of_each_tensor
+from harness.host.user_code import UserClass, first_line, one_line
 from harness.workloads.structure import block_lists, has_batch_norm, key_biases, tied_parameters
+from harness.workloads.used import TRIED_SAMPLES, find_used
 from harness.workloads.workload import (
     MOST_TRIED,
     REPEATED_WITHIN,
@@ -23,12 +25,14 @@ from harness.workloads.workload import (
     cache_file,
     losses_differ,
 )
+from harness.workloads.workload_variants import TOLERANCES
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from harness.cell.cell import Cell
+    from harness.cell.training import Layout
     from harness.workloads.family import Split
 
 Result = TypeVar("Result")
@@ -96,6 +100,8 @@ class UserWorkload(Workload):
             inputs, _ = of_each_tensor(lambda t: t.to(device), self.rows([0, 1]))
             with torch.no_grad():
                 self.output(model.eval(), inputs)
+        for name in self.unused:
+            model.get_parameter(name).requires_grad_(False)
         return model
 
     def on_meta(self) -> nn.Module:
@@ -105,6 +111,11 @@ class UserWorkload(Workload):
             raise
         except Exception:  # some models can only be built with real tensors
             return self._try("build()", lambda: self.build(0))
+
+    @functools.cached_property
+    def _meta(self) -> nn.Module:
+        """Model to inspect."""
+        return self.on_meta()
 
     def output(
         self, model: Callable[..., Tensor | HasLogits], inputs: object, **more: Tensor
@@ -148,8 +159,17 @@ class UserWorkload(Workload):
         return self.rows(range(samples))
 
     def rows(self, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Returns inputs and labels of samples by number; raises UsageError if the user's batch has
-        another form."""
+        """Returns inputs and labels of samples by number, fake ones in torch's fake mode. Raises
+        UsageError if the user's batch has another form."""
+        from torch._guards import detect_fake_mode
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        fake = detect_fake_mode()
+        with _disable_current_modes():  # a batch may read numbers, which fake tensors lack
+            rows = self._real_rows(samples)
+        return of_each_tensor(fake.from_tensor, rows) if fake else rows
+
+    def _real_rows(self, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
         import torch
 
         batch = self._batch(samples)
@@ -191,8 +211,11 @@ class UserWorkload(Workload):
         """Number of samples that a part of the batch needs in training mode."""
         import torch
 
+        if self._too_large_to_try:
+            return 2 if self.batch_norm else 1
         try:
-            with torch.no_grad():
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 self.output(self.build(0), self.rows([0])[0])
         except Exception as error:  # whatever a user's code raises
             return 2 if "more than 1 value per channel" in str(error) else 1
@@ -216,22 +239,53 @@ class UserWorkload(Workload):
                 raise Refused(
                     f"{name} in {self.name} {what}, and {cell.strategy} {instead}, or use ddp"
                 )
+        blocks = self.blocks_of(self._meta)
+        if cell.optimizer == "muon" and all(p.ndim != 2 for b in blocks for p in b.parameters()):
+            raise Refused(
+                f"Muon updates the blocks' matrices, and the blocks of {self.name} have no"
+                " parameter with two dimensions; use adamw"
+            )
         if cell.strategy == "data_parallel" and not hasattr(self.user, "loss"):
             raise Refused(
                 f"{self.name} computes its loss in forward, and DataParallel would return one for"
                 " each device; give the class a loss(output, labels), or use ddp"
             )
 
+    def check_split(self, layout: Layout) -> None:
+        super().check_split(layout)
+        if (
+            self._too_large_to_try
+            or layout.tensor == 1
+            or not (self.split and self.split.by_column)
+        ):
+            return
+        model, inputs = self.build(0), self.rows([0, 1])[0]
+        try:
+            self.split.leave_a_share(model, layout.tensor)
+            self.logits(model, inputs)
+        except Exception as error:  # whatever a model raises if its heads do not divide
+            raise Refused(
+                f"{self.name} does not run with 1 of {layout.tensor} parts of its split layers"
+                f" ({one_line(error)}); its numbers of heads and features must divide by"
+                f" {layout.tensor}"
+            ) from None
+
+    def tolerance(self, cell: Cell) -> Tolerance | None:
+        kinds = {str(p.dtype).removeprefix("torch.") for p in self._meta.parameters()}
+        half = [TOLERANCES[name] for name, kind in _HALF.items() if kind in kinds]
+        return half[0] if half else super().tolerance(cell)
+
     @functools.cached_property
     def _first_with(self) -> dict[str, str]:
         """Name of the first parameter with each property that strategies may not support; empty
         names without one."""
-        model = self.on_meta()
+        model = self._meta
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         kinds = [p.dtype for _, p in named]
         found = {
             "is complex": [name for name, p in named if p.is_complex()],
             "has no dimension": [name for name, p in named if p.ndim == 0],
+            "is not contiguous": [name for name, p in named if not p.is_contiguous()],
             "has another dtype than most": [
                 name for name, p in named if p.dtype != max(kinds, key=kinds.count)
             ],
@@ -246,22 +300,42 @@ class UserWorkload(Workload):
     def reject(self, why: str) -> NoReturn:
         raise UsageError(f"workload {self.name!r}: {why}")
 
+    @property
+    def notes(self) -> list[str]:
+        lists = " and ".join(self.block_paths)
+        blocks = f"{lists}, {self.blocks}" if lists else "none found; name a list with +blocks=PATH"
+        notes = {
+            f"blocks: {blocks}": self.digest,  # a script's control has none
+            f"{', '.join(self.unused[:3])}, {len(self.unused)} in all, took part in no loss of"
+            f" {TRIED_SAMPLES} samples, so no strategy trains them": self.unused,
+            f"some samples skip {', '.join(self.skipped[:1])}, so DDP gets"
+            " find_unused_parameters": self.skipped,
+            "it uses reentrant checkpoints, so DDP gets static_graph": self.reentrant,
+        }
+        return [note for note, applies in notes.items() if applies]
+
     def require_trainable(self, sequence_length: int) -> None:
         """Raises UsageError if training would fail or depend on the number of ranks."""
+        assert self._is_trainable
+
+    @functools.cached_property
+    def _is_trainable(self) -> bool:
+        """Returns True, or raises UsageError. Cached, as every cell asks for it."""
         import torch
 
-        model = self._try("build()", lambda: self.build(0))
+        large = self._too_large_to_try
+        model = self._meta if large else self._try("build()", lambda: self.build(0))
         parameters = list(model.parameters())
         if not any(p.requires_grad for p in parameters):
             self.reject("build() returned a model without trainable parameters")
-        if self._too_large_to_try:
-            return
+        if large:
+            return True
         again = self.build(0)
         if not all(torch.equal(a, b) for a, b in zip(parameters, again.parameters(), strict=True)):
             self.reject(
                 "build() returned other weights the second time; draw them from torch's generator"
             )
-        self._try("training", lambda: self._loss(model, [0, 1]).backward())
+        self._try("training", lambda: self.loss_of(model, [0, 1]).backward())
         self._require_steady()
         weighted, (both, added) = self.weight([0, 1]) is not None, self._together_and_added
         if losses_differ(both, added) if weighted else not losses_differ(both, added):
@@ -269,6 +343,7 @@ class UserWorkload(Workload):
                 f"{self._loss_name} must be the {'sum' if weighted else 'mean'} of the samples'"
                 f" losses, as it has {'a' if weighted else 'no'} weight(labels), for any batch"
             )
+        return True
 
     def _require_steady(self) -> None:
         """Raises UsageError if the same batch may give another loss."""
@@ -278,7 +353,7 @@ class UserWorkload(Workload):
             model = self.build(0)
             for _ in range(calls):
                 torch.manual_seed(seed)
-                loss = self._loss(model, [0, 1])
+                loss = self.loss_of(model, [0, 1])
             return float(loss)
 
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -310,7 +385,7 @@ class UserWorkload(Workload):
 
     @functools.cached_property
     def _too_large_to_try(self) -> bool:
-        return sum(p.numel() for p in self.on_meta().parameters()) > MOST_TRIED
+        return sum(p.numel() for p in self._meta.parameters()) > MOST_TRIED
 
     @functools.cached_property
     def _together_and_added(self) -> tuple[float, float]:
@@ -325,7 +400,7 @@ class UserWorkload(Workload):
             if isinstance(module, _BatchNorm):
                 module.eval()
         with torch.no_grad():
-            both, *alone = (float(self._loss(model, rows)) for rows in ([0, 1], [0], [1]))
+            both, *alone = (float(self.loss_of(model, rows)) for rows in ([0, 1], [0], [1]))
         return both, sum(alone)
 
     def drop_zero_gradient(self, name: str, tensor: Tensor) -> Tensor:
@@ -356,7 +431,7 @@ class UserWorkload(Workload):
         that are too large, or cannot compute in fp64, have the key biases that names reveal."""
         import torch
 
-        model = self.on_meta()
+        model = self._meta
         by_name = {name: list(range(len(model.get_parameter(name)))) for name in key_biases(model)}
         if self._too_large_to_try:
             return by_name
@@ -381,7 +456,8 @@ class UserWorkload(Workload):
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         return {name: g.to_dense() if g.is_sparse else g for name, g in gradients.items()}
 
-    def _loss(self, model: nn.Module, samples: Sequence[int]) -> Tensor:
+    def loss_of(self, model: nn.Module, samples: Sequence[int]) -> Tensor:
+        """Returns the loss of samples by number; raises UsageError if the user's code fails."""
         inputs, labels = self._try("batch()", lambda: self.rows(samples))
         output = self._try("the model", lambda: self.output(model, inputs))
         logits = self.logits_of(output)
@@ -390,7 +466,9 @@ class UserWorkload(Workload):
 
     def _try(self, what: str, call: Callable[[], Result]) -> Result:
         try:
-            return call()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # ranks log them
+                return call()
         except UsageError:
             raise
         except Exception as error:  # whatever a user's code raises
@@ -418,8 +496,9 @@ def _kind(value: object) -> str:
     return f"{kind} of {len(value)}" if isinstance(value, tuple | list | Mapping) else kind
 
 
-def from_class(found: UserClass) -> UserWorkload:
-    """Returns the workload of a user's class; raises UsageError if it lacks a method."""
+def from_class(found: UserClass, blocks: tuple[str, ...] = ()) -> UserWorkload:
+    """Returns the workload of a user's class; raises UsageError if it lacks a method. `blocks`:
+    paths of its lists of blocks; the class's own, or the largest list, if empty."""
     try:
         user = found.loaded()
     except Exception as error:  # whatever a user's code raises
@@ -442,7 +521,7 @@ def from_class(found: UserClass) -> UserWorkload:
         user=user,
         digest=found.digest,
     )
-    return _with_structure(workload)
+    return _with_structure(workload, blocks)
 
 
 _NOT_SHARDED = {
@@ -451,29 +530,45 @@ _NOT_SHARDED = {
         " and use torch.view_as_complex in forward"
     ),
     "has no dimension": "shards the first dimension; give it the shape (1,)",
+    "is not contiguous": (
+        "flattens contiguous parameters; leave out memory_format for the model, and keep it for the"
+        " inputs"
+    ),
     "has another dtype than most": (
         "shards parameters of one dtype; build the model in fp32, and let the cell's precision"
         " choose the arithmetic"
     ),
 }
+_HALF = {"bf16": "bfloat16", "fp16": "float16"}
 _KINDS: dict[object, str] = {
     inspect.Parameter.POSITIONAL_OR_KEYWORD: "",
     inspect.Parameter.VAR_KEYWORD: "**",
 }
 
 
-def _with_structure(workload: UserWorkload) -> UserWorkload:
+def _with_structure(workload: UserWorkload, blocks: tuple[str, ...]) -> UserWorkload:
+    from torch import nn
+
     model = workload.on_meta()
     split: Split | None = getattr(workload.user, "split", None)
-    blocks = getattr(workload.user, "blocks", None) or block_lists(model)
-    paths = (blocks,) if isinstance(blocks, str) else tuple(blocks)
-    names = {name for name, _ in model.named_modules()}
-    if missing := [path for path in paths if path not in names]:
-        workload.reject(f"its `blocks` names {missing[0]!r}, which its model does not have")
+    chosen = blocks or getattr(workload.user, "blocks", None) or block_lists(model)
+    paths = (chosen,) if isinstance(chosen, str) else tuple(chosen)
+    modules = dict(model.named_modules())
+    if missing := [path for path in paths if path not in modules]:
+        lists = [
+            path for path, m in modules.items() if isinstance(m, nn.ModuleList | nn.Sequential)
+        ]
+        workload.reject(
+            f"its model has no blocks {missing[0]!r}; its lists of modules are:"
+            f" {', '.join(filter(None, lists)) or 'none'}"
+        )
     forward = inspect.signature(model.forward).parameters
     kinds = [_KINDS.get(p.kind, "=") if p.default is p.empty else "=" for p in forward.values()]
+    large = sum(p.numel() for p in model.parameters()) > MOST_TRIED
+    used = find_used(workload, workload.loss_of, in_fake_mode=large)
     found = dataclasses.replace(
         workload,
+        **vars(used),
         block_paths=paths,
         blocks=sum(len(list(model.get_submodule(path).children())) for path in paths),
         split=split,

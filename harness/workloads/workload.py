@@ -86,6 +86,10 @@ class Workload:
     """Height and width of images in pixels; 0 for text."""
     unused: tuple[str, ...] = ()
     """Names of parameters that take no part in the loss, and are not trained."""
+    skipped: tuple[str, ...] = ()
+    """Names of parameters that take part in the losses of some samples only."""
+    reentrant: bool = False
+    """Whether forward calls torch's reentrant checkpoint."""
     built_frozen: bool = False
     """Whether its class freezes some parameters."""
     spectrum: tuple[int, int] | None = None
@@ -144,6 +148,11 @@ class Workload:
     def with_blocks(self, blocks: int) -> Workload | None:
         """Returns the same model with this many blocks; None if no config entry says how many."""
         return _with_blocks(self, blocks)
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on what was found in the model, which a plan shows."""
+        return []
 
     @property
     def block_path(self) -> str:

@@ -64,7 +64,7 @@ SUFFIXES = {**STORAGES, **ADAPTERS}
 FLOAT8 = "float8"
 QUANTISED = ("int8", "nf4")
 HALF = ("bf16", "fp16")
-_TOLERANCES = {
+TOLERANCES = {
     "bf16": Tolerance(
         5e-3,
         0.4,
@@ -165,7 +165,7 @@ class Variant(Workload):
     def tolerance(self, cell: Cell) -> Tolerance | None:
         if cell.device == "cuda" and self.storage in _ON_GPU:
             return _ON_GPU[self.storage]
-        return _TOLERANCES.get(self.storage or "") or super().tolerance(cell)
+        return TOLERANCES.get(self.storage or "") or super().tolerance(cell)
 
     def build(
         self,
