@@ -118,14 +118,18 @@ def _matrices() -> list[dict[str, object]]:
     ]
 
 
-def schema() -> None:
-    """Print the JSON schema of a matrix file.
+def schema(
+    of: Annotated[Literal["matrix", "site"], typer.Argument(help="Kind of file.")] = "matrix",
+) -> None:
+    """Print the JSON schema of a matrix file, or of a site file for `bench submit`.
 
-    Editors complete and check matrices with it. The suite's own matrices name it.
+    Editors complete and check files with it. The suite's own matrices name it.
 
     Example: [bold]python -m bench schema > matrix.schema.json[/bold]
     """
+    from bench.cluster.site import Site
     from bench.matrix import Matrix
 
     written = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    print(json.dumps(written | Matrix.model_json_schema(), indent=2))
+    model = Site if of == "site" else Matrix
+    print(json.dumps(written | model.model_json_schema(), indent=2))

@@ -32,6 +32,15 @@ def test_the_schema_file_matches_the_command(update: bool) -> None:
     assert json.loads(printed) == json.loads(FILE.read_text())
 
 
+def test_the_schema_of_site_files_accepts_the_examples() -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is missing: make setup")
+    schema = json.loads(CliRunner().invoke(app, ["schema", "site"]).stdout)
+    check = jsonschema.Draft202012Validator(schema)
+    for file in (ROOT / "slurm" / "sites").glob("*.yaml"):
+        assert list(check.iter_errors(yaml.safe_load(file.read_text()))) == []
+    assert list(check.iter_errors({"nightly": {"matrx": "full"}}))
+
+
 @pytest.mark.parametrize("file", MATRICES, ids=lambda file: file.stem)
 def test_every_matrix_names_the_schema_and_fits_it(file: Path) -> None:
     key, _, named = file.read_text().splitlines()[0].partition("=")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -33,6 +34,10 @@ def test_github_accepts_them(tmp_path: Path) -> None:
     assert len(WORKFLOWS) >= 2
     assert problems("vendor.github-workflows", *WORKFLOWS) == ""
     assert problems("vendor.github-actions", ACTION) == ""
+    assert problems("vendor.dependabot", ROOT / ".github" / "dependabot.yml") == ""
+    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    assert problems("vendor.github-issue-config", forms.pop(0)) == ""
+    assert problems("vendor.github-issue-forms", *forms) == ""
     for schema, file, key in (
         ("vendor.github-workflows", WORKFLOWS[0], "jobs"),
         ("vendor.github-actions", ACTION, "runs"),
@@ -68,6 +73,33 @@ def test_the_action_reads_every_input_and_calls_options_that_exist() -> None:
     offered = {word for action in _parser()._actions for word in action.option_strings}
     assert used - offered == set()
     assert {"--before", "--after", "--json"} <= used
+
+
+@pytest.mark.parametrize("file", [*WORKFLOWS, ACTION], ids=lambda file: file.name)
+def test_actions_are_pinned_by_digest(file: Path) -> None:
+    """A tag can be moved to other code."""
+    used = re.findall(r"uses: (\S+)(.*)", file.read_text())
+    assert used
+    for action, comment in used:
+        assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action), action
+        assert re.fullmatch(r" # v\d+\.\d+\.\d+", comment), "dependabot reads the version"
+
+
+def test_the_readme_of_a_release_has_no_relative_links() -> None:
+    url = "https://example.org/me/suite"
+    done = subprocess.run(
+        [ROOT / "scripts" / "release.sh", url, "v1"],
+        env=os.environ | {"ONLY_TEXT": "yes"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    readme, _, project = done.stdout.partition("[build-system]")
+    targets = re.findall(r"\]\(([^)]+)\)", readme)
+    assert len(targets) > 20
+    assert [target for target in targets if not target.startswith((f"{url}/", "#"))] == []
+    assert f'Repository = "{url}"' in project
+    assert f"{url}/raw/v1/docs/report.png" in targets
 
 
 def test_targets_of_make_that_workflows_call_exist() -> None:
