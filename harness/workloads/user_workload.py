@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -347,23 +348,27 @@ class UserWorkload(Workload):
 
     def _require_steady(self) -> None:
         """Raises UsageError if the same batch may give another loss."""
+        import numpy as np
         import torch
 
         def losses(seed: int, calls: int) -> float:
             model = self.build(0)
             for _ in range(calls):
-                torch.manual_seed(seed)
+                for set_seed in (torch.manual_seed, random.seed, np.random.seed):
+                    set_seed(seed)
                 loss = self.loss_of(model, [0, 1])
             return float(loss)
 
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            first, other_seed, second_call = losses(0, 1), losses(1, 1), losses(0, 2)
+            first, second_call = losses(0, 1), losses(0, 2)
+            others = [losses(seed, 1) for seed in range(1, 4)]
             if losses_differ(first, losses(0, 1), REPEATED_WITHIN):
                 self.reject(
-                    "its loss is random, with numbers that torch.manual_seed does not set; draw"
-                    " them in batch(), from a generator seeded with the sample's number"
+                    "its loss changes from call to call with equal seeds, as by the time, a"
+                    " generator without a seed, or calls that batch() or loss() count; compute what"
+                    " changes from the samples' numbers"
                 )
-            if losses_differ(first, other_seed, REPEATED_WITHIN):
+            if any(losses_differ(first, other, REPEATED_WITHIN) for other in others):
                 self.reject(
                     "its loss is random, so it would depend on how ranks share the batch; draw the"
                     " numbers in batch(), from a generator seeded with the sample's number, and"

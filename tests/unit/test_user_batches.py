@@ -139,13 +139,16 @@ def test_a_model_may_compute_its_own_loss(tmp_path: Path) -> None:
     [
         ("self.second(self.first(x).tanh() + torch.randn(8))", "from a generator seeded"),
         ("self.second(self.first(x).tanh() * next(self.numbers))", "keeps a state in forward"),
-        ("self.second(self.first(x).tanh() + random.random())", "torch.manual_seed does not set"),
+        ("self.second(self.first(x).tanh() + random.random())", "from a generator seeded"),
+        ("self.second(self.first(x).tanh() * next(COUNT))", "changes from call to call"),
     ],
 )
 def test_a_changing_loss_is_refused_by_its_cause(tmp_path: Path, forward: str, cause: str) -> None:
     text = f"""
         def build(self):
             import itertools, random
+            global COUNT
+            COUNT = globals().get("COUNT") or itertools.count(1)
             class Own(Two):
                 def __init__(self):
                     super().__init__()
