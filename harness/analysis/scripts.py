@@ -37,11 +37,8 @@ def _figures(result: CellResult) -> str:
 
 
 def _compared(first: CellResult, other: CellResult) -> str:
-    ratio, names = compare(first, other), f"{first.cell.label} and {other.cell.label}"
+    ratio, names = compare(first, other), f"{first.cell.label} against {other.cell.label}"
     if ratio is None or ratio.low is None or ratio.high is None:
-        return f"{names} are not compared, as they have one trial each."
+        return f"{names}: not compared, as each has one trial."
     within = f"{100 * PAIR_CONFIDENCE:g}%: {ratio.low:.3f} to {ratio.high:.3f}"
-    ends = f"{ratio.ratio:.3f} times the throughput, {within}"
-    if ratio.verdict == "no difference seen":
-        return f"{names}: no significant difference ({ends})."
-    return f"{first.cell.label} is faster than {other.cell.label} ({ends})."
+    return f"{names}: {ratio.verdict}, {ratio.ratio:.3f} times the throughput ({within})."

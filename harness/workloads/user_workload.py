@@ -272,9 +272,9 @@ class UserWorkload(Workload):
             ) from None
 
     def tolerance(self, cell: Cell) -> Tolerance | None:
-        kinds = {str(p.dtype).removeprefix("torch.") for p in self._meta.parameters()}
-        half = [TOLERANCES[name] for name, kind in _HALF.items() if kind in kinds]
-        return half[0] if half else super().tolerance(cell)
+        kinds = {str(p.dtype) for p in self._meta.parameters()}
+        half = "bf16" if "torch.bfloat16" in kinds else "fp16" if "torch.float16" in kinds else ""
+        return TOLERANCES.get(half) or super().tolerance(cell)
 
     @functools.cached_property
     def _first_with(self) -> dict[str, str]:
@@ -544,7 +544,6 @@ _NOT_SHARDED = {
         " choose the arithmetic"
     ),
 }
-_HALF = {"bf16": "bfloat16", "fp16": "float16"}
 _KINDS: dict[object, str] = {
     inspect.Parameter.POSITIONAL_OR_KEYWORD: "",
     inspect.Parameter.VAR_KEYWORD: "**",
