@@ -27,6 +27,7 @@ from harness.run.runner import ProgressListener, Runner
 from tests.conftest import runs
 from tests.listening import is_loopback, watched
 from tests.ranks.conftest import cell
+from tests.waiting import LONG
 
 pytestmark = pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
 
@@ -290,7 +291,7 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_namespace(
         pytest.fail(f"exit code {run.poll()}; {(tmp_path / 'output').read_text()}")
     assert remaining_in(made, looked)
     run.send_signal(how)
-    assert run.wait(timeout=30) == (130 if how == signal.SIGTERM else -how)
+    assert run.wait(timeout=LONG) == (130 if how == signal.SIGTERM else -how)
     psutil.wait_procs(below, timeout=30)
     assert [process for process in below if runs(process)] == []
     assert remaining_in(made, looked) == []

@@ -7,7 +7,6 @@ import multiprocessing.connection
 import os
 import signal
 import tempfile
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from harness.launch.launcher import Launcher
 from harness.workloads import make_workload, prepare_data
 from tests.ranks.conftest import Row, RunCells, cell, check_rows, row
 from tests.unit.test_cli import here
+from tests.waiting import LONG, at_first_step, interrupt
 
 fails = partial(row, "failed")
 
@@ -166,12 +166,10 @@ def test_a_stop_is_recorded_as_interrupted(launcher: Launcher) -> None:
     """SIGINT to the launching process while ranks train ends them, and the outcome is
     interrupted."""
     workload = make_workload("llama-nano")
-    hanging = faulty("hangs", time_limit_seconds=30)
-    threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    begin = time.monotonic()
-    outcome = launcher.run(hanging, prepare_data("stdlib", workload, 32), 2)
+    data = prepare_data("stdlib", workload, 32)
+    hanging = faulty("hangs", time_limit_seconds=LONG)
+    outcome = launcher.run(hanging, data, 2, on_progress=at_first_step(interrupt))
     assert outcome.status == "interrupted"
-    assert time.monotonic() - begin < 15
 
 
 def test_many_launches_in_a_row_succeed(launcher: Launcher) -> None:

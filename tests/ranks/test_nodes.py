@@ -12,8 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from harness.seam.registry import validate
 from harness.workloads import make_workload, prepare_data
 from tests.conftest import runs
 from tests.ranks.conftest import cell, representative
+from tests.waiting import LONG, at_first_step, interrupt, until
 
 
 class Cluster:
@@ -76,10 +75,7 @@ class Cluster:
         for number, agent in self.agents.items():
             if agent.poll() is not None:
                 self.start(number)
-        deadline = time.monotonic() + 60
-        while len(self.nodes.connected) < 2 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert len(self.nodes.connected) == 2
+        until(lambda: len(self.nodes.connected) == 2)
         self.launcher.wait_seconds = 30.0
 
     def ranks(self) -> list[psutil.Process]:
@@ -94,11 +90,14 @@ class Cluster:
             for rank in child.children(recursive=True)
         ]
 
-    def run(self, one: Cell) -> Outcome:
+    def run(self, one: Cell, on_progress: Callable[[int, float], None] | None = None) -> Outcome:
         workload = make_workload(one.workload)
         _, layout = validate(one, workload)
         outcome = self.launcher.run(
-            one, prepare_data(one.data, workload, one.sequence_length), layout.processes
+            one,
+            prepare_data(one.data, workload, one.sequence_length),
+            layout.processes,
+            on_progress=on_progress,
         )
         assert self.ranks() == []
         return outcome
@@ -106,7 +105,7 @@ class Cluster:
     def close(self) -> None:
         self.nodes.close()
         for agent in self.agents.values():
-            agent.wait(timeout=20)
+            agent.wait(timeout=LONG)
 
 
 @pytest.fixture(scope="module")
@@ -193,13 +192,9 @@ def test_a_time_limit_holds_on_every_node(cluster: Cluster) -> None:
 
 
 def test_a_stop_is_recorded_as_interrupted_over_nodes(cluster: Cluster) -> None:
-    threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
-    begin = time.monotonic()
-    outcome = cluster.run(
-        cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=30)
-    )
+    hanging = cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=LONG)
+    outcome = cluster.run(hanging, at_first_step(interrupt))
     assert outcome.status == "interrupted"
-    assert time.monotonic() - begin < 15
     assert cluster.run(cell("ddp", nodes=2)).status == "ok"
 
 
@@ -228,10 +223,12 @@ def test_a_stalled_agent_costs_its_trial(cluster: Cluster, monkeypatch: pytest.M
     """
     monkeypatch.setattr("harness.nodes.multi_node_trial.ANSWER_SECONDS", 5.0)
     stalled = cluster.agents[1]
-    threading.Timer(2, stalled.send_signal, (signal.SIGSTOP,)).start()
     one = cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=4)
     outcome = cluster.launcher.run(
-        one, prepare_data(one.data, make_workload(one.workload), one.sequence_length), 2
+        one,
+        prepare_data(one.data, make_workload(one.workload), one.sequence_length),
+        2,
+        on_progress=at_first_step(lambda: stalled.send_signal(signal.SIGSTOP)),
     )
     assert outcome.status == "failed"
     assert "node n2 was lost: did not answer" in outcome.reason
@@ -249,14 +246,12 @@ def test_a_lost_agent_costs_its_trial(cluster: Cluster) -> None:
     """
     lost = cluster.agents[1]
     below = [*psutil.Process(lost.pid).children(recursive=True)]
-    threading.Timer(2, lost.kill).start()
-    outcome = cluster.run(
-        cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=30)
-    )
+    hanging = cell("faulty", nodes=2, options={"fault": "hangs"}, time_limit_seconds=LONG)
+    outcome = cluster.run(hanging, at_first_step(lost.kill))
     lost.wait()
     assert outcome.status == "failed"
     assert outcome.reason.startswith("node n2 was lost: its agent is gone")
-    psutil.wait_procs(below, timeout=3)
+    psutil.wait_procs(below, timeout=LONG)
     assert [p for p in below if runs(p)] == []
 
     cluster.launcher.wait_seconds = 1.0

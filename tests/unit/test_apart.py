@@ -50,6 +50,4 @@ def test_a_call_without_a_result_says_how_it_ended() -> None:
 
 
 def test_a_call_ends_at_its_limit() -> None:
-    began = time.monotonic()
     assert call_apart(hang, limit=0.5) == Ended("did not finish within 0.5 s")
-    assert time.monotonic() - began < 50

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from bench.cluster.jobs import ClusterJob, batch_script, parse
 from bench.cluster.site import Nightly, Notify, Site, read_site
 from bench.execution import REQUEUED_SECONDS
 from harness.cell.errors import UsageError
+from tests.waiting import LONG, until
 
 ROOT = Path(__file__).parents[2]
 SITES = sorted((ROOT / "slurm" / "sites").glob("*.yaml"))
@@ -213,15 +213,13 @@ def test_nothing_outlives_a_job_that_went_back_into_the_queue(tmp_path: Path) ->
         return [one for one in shell.children() if one.status() != psutil.STATUS_ZOMBIE]
 
     try:
-        deadline = time.monotonic() + 10
-        while not (tmp_path / "asked").exists() or running():
-            assert time.monotonic() < deadline, f"would outlive the job: {running()}"
-            time.sleep(0.05)
+        ended = (tmp_path / "asked").exists
+        until(lambda: ended() and not running(), "something would outlive the job")
         assert shell.poll() is None, "the shell must wait until SLURM kills it"
     finally:
         for process in [*running(), shell]:
             process.terminate()
-    assert shell.wait(10) == -signal.SIGTERM
+    assert shell.wait(LONG) == -signal.SIGTERM
 
 
 def test_agents_outwait_a_requeued_coordinator(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from harness.cell.cell import Cell
 from harness.worker.control_process import _Others
 from harness.worker.spec import TrialSpec
 from harness.workloads import DataSource
+from tests.waiting import LONG
 
 RANKS = 16
 
@@ -49,7 +50,7 @@ def test_two_late_controls_whose_queues_are_full_do_not_block_each_other(
     assert not largest
     for thread in threads[:2]:
         thread.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LONG
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     expected = [float(RANKS - 1 + pause) for pause in range(20)]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import signal
+import select
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,6 +43,7 @@ from harness.worker.rank_answer import FailureAnswer, RankAnswer
 from harness.worker.spec import TrialSpec
 from harness.workloads import DataSource
 from tests.unit.stored_trials import one_cell_run, trial_row
+from tests.waiting import interrupt, until, when
 
 DATA = DataSource("text", "t", "f", None, ((0, 9),), 4)
 
@@ -176,10 +175,9 @@ def test_a_stop_before_the_nodes_have_met_is_an_interruption() -> None:
     def lose(node: Node, _: str) -> None:
         lost.append(node.name)
 
-    stop = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    stop.start()
-    outcome = Trial(lose, nodes, specs, None).run()
-    stop.join()
+    asked = pairs[0][1]
+    with when(lambda: select.select([asked], [], [], 0)[0], interrupt):
+        outcome = Trial(lose, nodes, specs, None).run()
     assert (outcome.status, lost) == ("interrupted", ["n0"])
     for pair in pairs:
         for end in pair:
@@ -200,10 +198,7 @@ def joined(coordinator: Nodes, number: int, name: str = "") -> NodeConnection:
     line = reach_coordinator(coordinator.rendezvous_file, 5)
     facts = {"number": number, "name": name or f"n{number}", "machine": "m"}
     line.send("hello", {**facts, "address": "127.0.0.1"})
-    deadline = time.monotonic() + 5
-    while coordinator.connected.get(number) is before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: coordinator.connected.get(number) is not before)
     return line
 
 

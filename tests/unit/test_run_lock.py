@@ -13,6 +13,7 @@ import pytest
 
 from harness.cell.errors import UsageError
 from harness.record.store import sole_writer
+from tests.waiting import LONG
 
 HOLDER = """
 import sys
@@ -54,7 +55,7 @@ def test_a_run_has_one_writer_until_it_ends_or_is_killed(tmp_path: Path) -> None
         assert may_write(tmp_path, run_id="run-2")
         assert not may_write(tmp_path, seconds=0.3)
         threading.Timer(0.3, process.kill).start()
-        assert may_write(tmp_path, seconds=20.0)
+        assert may_write(tmp_path, seconds=LONG)
     assert list((tmp_path / "runs").iterdir()) == []
 
 
