@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -105,7 +107,7 @@ def _register() -> None:
             run = getattr(import_module(f"bench.cli.{module}"), function)
             # Join the docstring's lines: Typer keeps its line breaks, which look wrong at any width
             # but the docstring's.
-            paragraphs = inspect.cleandoc(run.__doc__).split("\n\n")
+            paragraphs = inspect.cleandoc(run.__doc__ or "").split("\n\n")
             text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
             run = _with_training_packages(run) if command in TRAINING_COMMANDS else run
             app.command(command, help=text, rich_help_panel=panel)(run)
@@ -120,7 +122,9 @@ def refusal(error: Exception) -> str:
         return with_remedy(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{str(error.filename)!r} cannot be used: {error.strerror}"
-    return ""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO):
+        return f"the output cannot be written: {error.strerror}"
+    return "a file that was read is too deeply nested" if isinstance(error, RecursionError) else ""
 
 
 def with_remedy(error: UsageError) -> str:
@@ -142,11 +146,16 @@ def main() -> None:
     collect_seldom()
     warnings.showwarning = functools.partial(_show_warning, warnings.showwarning)
     try:
-        app(prog_name=PROGRAM)
-    except (UsageError, OSError) as error:
+        try:
+            app(prog_name=PROGRAM)
+        finally:
+            sys.stdout.flush()
+    except (UsageError, OSError, RecursionError) as error:
         if not (sentence := refusal(error)):
             raise
         print(f"bench: {sentence}", file=sys.stderr)
+        if isinstance(error, OSError):  # what is left in the buffer would fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(2)
     except KeyboardInterrupt:
         print("bench: interrupted", file=sys.stderr)

@@ -62,7 +62,7 @@ def _strategies() -> list[dict[str, object]]:
         for option, field in cls.model_fields.items():
             default = "required" if field.is_required() else json.dumps(field.default)
             options[option] = f"{default}. {field.description or ''}".strip()
-        description = (cls.__doc__ or "").strip().splitlines()[0]
+        description = (cls.__doc__ or "-").strip().splitlines()[0]
         entries.append(
             {
                 "name": name,

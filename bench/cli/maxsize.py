@@ -125,7 +125,8 @@ def maxsize(
     rows = _conclude(console, runner, report, json_output)
     if not finished:
         where = "" if results == Path("results") else f" --results {results}"
-        console.print(f"interrupted; continue with: python -m bench maxsize --resume{where}")
+        how = f"interrupted; continue with: python -m bench maxsize --resume{where}"
+        console.print(how, markup=False)
         raise typer.Exit(130)
     raise typer.Exit(0 if all(_ended_well(row) for row in rows) else 1)
 

@@ -111,14 +111,14 @@ def _say_answer(console: Console, plan: Plan, report: RunReport) -> None:
         for sentence in sentences:
             console.print(escape(sentence), highlight=False)
     elif report.leading:
-        console.print(f"no advice: {why_no_advice(report.leading.rows)}", highlight=False)
+        console.print(f"no advice: {why_no_advice(report.leading.rows)}", markup=False)
     measured = timed(report.cells, plan.not_compared)
     if plan.until_answered and (more := what_more_would_buy(measured)):
-        console.print(f"{more} (--time-budget)", highlight=False)
+        console.print(f"{more} (--time-budget)", highlight=False, markup=False)
     if coarse := why_no_more_trials(measured):
-        console.print(coarse, highlight=False)
+        console.print(coarse, highlight=False, markup=False)
     if report.advised and report.advised.known_to:
-        console.print(report.advised.known_to, highlight=False)
+        console.print(report.advised.known_to, highlight=False, markup=False)
 
 
 def _as_json(store: Store, page: Path | None, report: RunReport) -> dict[str, object]:

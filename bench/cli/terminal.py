@@ -224,7 +224,7 @@ def advice(out: Console, answer: Answer, where: str, between_runs: str) -> None:
         out.print(f"[bold]{choice.role}[/bold] {escape(choice.sentence)}", highlight=False)
     from reports.verdict_sections import export_command
 
-    out.print(f"[bold]Run it[/bold] {export_command(answer)}", highlight=False)
+    out.print(f"[bold]Run it[/bold] {escape(export_command(answer))}", highlight=False)
     if between_runs:
         out.print(f"[bold]Between runs[/bold] {escape(between_runs)}", highlight=False)
     if answer.reason:
@@ -237,11 +237,11 @@ def paths(out: Console, store: Store, planned: Plan, page: Path | None, finished
     from harness.record.files import TABLES
 
     tables = ",".join(table for table in TABLES if (store.folder / table).is_dir())
-    out.print(f"parquet: {store.folder}/{{{tables}}}  run {planned.run_id}")
+    lines = [f"parquet: {store.folder}/{{{tables}}}  run {planned.run_id}"]
     if page:
-        out.print(f"report:  {page}")
+        lines.append(f"report:  {page}")
     if not finished:
-        out.print(
-            "interrupted; continue with: python -m bench run --resume"
-            + ("" if str(store.folder) == "results" else f" --results {store.folder}")
-        )
+        where = "" if str(store.folder) == "results" else f" --results {store.folder}"
+        lines.append(f"interrupted; continue with: python -m bench run --resume{where}")
+    for line in lines:
+        out.print(escape(line))

@@ -74,7 +74,7 @@ def _imported(source: str, name: str) -> UserClass:
     label = f"{source}:{name}"
     try:
         module = _file(source) if source.endswith(".py") else importlib.import_module(source)
-    except Exception as error:  # a user's file may raise anything
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
         raise UsageError(f"{source!r} cannot be imported: {first_line(error)}") from None
     loaded = getattr(module, name, None)
     if not isinstance(loaded, type):

@@ -23,6 +23,7 @@ from harness.host.environment import cpu_model, gpus, numa_nodes
 from harness.host.gc_tuning import collect_seldom
 from harness.host.gpu_inventory import gpu_topology
 from harness.host.process import machine_id
+from harness.host.user_code import first_line
 from harness.launch.launcher import Launcher
 from harness.launch.outcome import RankOutputs
 from harness.nodes.protocol import (
@@ -191,7 +192,9 @@ def main() -> None:
     except UsageError as mistake:
         print(f"agent: {mistake}", file=sys.stderr)
         sys.exit(2)
-    except (KeyboardInterrupt, OSError, EOFError):
+    except (KeyboardInterrupt, OSError, EOFError) as error:
+        # Flushed, as `_exit` does not.
+        print(f"agent: stopped: {first_line(error)}", file=sys.stderr, flush=True)
         os._exit(1)
     os._exit(0)
 

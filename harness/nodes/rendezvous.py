@@ -21,6 +21,7 @@ KEY, KEY_FILE = "PARALLELISM_BENCH_KEY", "PARALLELISM_BENCH_KEY_FILE"
 """Environment variables: a run's key, or the path of a file with it."""
 LEAST_KEY_DIGITS = 32
 _ADDRESS = re.compile(r"([\w.-]*):(\d{1,5})", re.ASCII)
+_IPV6 = re.compile(r"\[.*:.*\](:\d+)?|[0-9a-fA-F.]*(:[0-9a-fA-F.%\w]*){2,}", re.ASCII)
 _ROUTE_UP = 1
 
 
@@ -69,6 +70,8 @@ class Rendezvous:
 def parse_rendezvous(text: str) -> Path | Rendezvous:
     """Returns the path of a rendezvous file, or the rendezvous at [HOST]:PORT with the
     environment's key. Raises UsageError without a usable key."""
+    if _IPV6.fullmatch(text):
+        raise UsageError(f"--rendezvous {text}: give a host name or an IPv4 address, not IPv6")
     if not (match := _ADDRESS.fullmatch(text)):
         return Path(text)
     host, port = match[1], int(match[2])

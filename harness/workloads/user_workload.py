@@ -218,7 +218,7 @@ class UserWorkload(Workload):
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self.output(self.build(0), self.rows([0])[0])
-        except Exception as error:  # whatever a user's code raises
+        except (Exception, SystemExit) as error:  # whatever a user's code raises
             return 2 if "more than 1 value per channel" in str(error) else 1
         return 1
 
@@ -476,7 +476,7 @@ class UserWorkload(Workload):
                 return call()
         except UsageError:
             raise
-        except Exception as error:  # whatever a user's code raises
+        except (Exception, SystemExit) as error:  # whatever a user's code raises
             self.reject(f"{what} failed: {first_line(error)}")
 
 
@@ -506,7 +506,7 @@ def from_class(found: UserClass, blocks: tuple[str, ...] = ()) -> UserWorkload:
     paths of its lists of blocks; the class's own, or the largest list, if empty."""
     try:
         user = found.loaded()
-    except Exception as error:  # whatever a user's code raises
+    except (Exception, SystemExit) as error:  # whatever a user's code raises
         raise UsageError(
             f"workload {found.name!r} cannot be instantiated without arguments: {first_line(error)}"
         ) from None
