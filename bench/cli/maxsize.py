@@ -120,8 +120,7 @@ def maxsize(
         changes = _changes(settings or [], what)
         runner = Runner(store, _plan(what, chosen, devices, hidden, file, only or [], changes))
         runner.begin()
-    with terminal.stop_signals():
-        finished = Search(runner, SearchProgress(console, runner.plan)).run()
+    finished = Search(runner, SearchProgress(console, runner.plan)).run()
     rows = _conclude(console, runner, report, json_output)
     if not finished:
         where = "" if results == Path("results") else f" --results {results}"

@@ -50,15 +50,14 @@ def run_matrix(options: CommandOptions) -> int:
     if options.dry_run:
         _show_dry_run(console, prepared, gpus_unused, options.json_output)
         return 0
-    with terminal.stop_signals():
-        ended = execute(
-            prepared,
-            options,
-            lambda plan, cells: RunProgress(
-                console, plan, prepared.seconds, cells, is_share=prepared.part[1] > 1
-            ),
-            console.print,
-        )
+    ended = execute(
+        prepared,
+        options,
+        lambda plan, cells: RunProgress(
+            console, plan, prepared.seconds, cells, is_share=prepared.part[1] > 1
+        ),
+        console.print,
+    )
     return show_end(prepared.store, ended, prepared.baseline, options)
 
 

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import contextlib
 import re
-import signal
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -123,21 +120,6 @@ def duration(seconds: float) -> str:
 
 def measure_command(file: Path) -> str:
     return f"measure them with: python -m bench run --matrix {file}"
-
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[None]:
-    """Makes the first SIGTERM stop a run as Ctrl-C does."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def ranking(out: Console, cells: Sequence[CellResult]) -> None:
