@@ -197,10 +197,14 @@ def _compiled_ops() -> dict[str, str]:
 def _links() -> dict[str, str]:
     import psutil
 
+    from harness.host.process import why_not_alone
     from harness.links.emulated import unsupported_reason
 
     addresses = psutil.net_if_addrs()
-    rows = {"emulated": unsupported_reason() or "ready (axis links of a matrix)"}
+    rows = {
+        "emulated": unsupported_reason() or "ready (axis links of a matrix)",
+        "ranks on this host": why_not_alone() or "reached by no other user",
+    }
     for name, stats in psutil.net_if_stats().items():
         if not stats.isup:
             continue

@@ -23,6 +23,7 @@ from harness.analysis.answer import what_more_would_buy, why_no_advice, why_no_m
 from harness.analysis.ranking import Choice
 from harness.analysis.scripts import script_sentences
 from harness.analysis.setting import timed
+from harness.host.process import why_not_alone
 from harness.record.plan import Plan
 from harness.record.store import Store
 from harness.record.trial import NOT_LAUNCHED
@@ -46,6 +47,8 @@ def run_matrix(options: CommandOptions) -> int:
     gpus_unused = None if options.host else terminal.say_unused_gpus(console)
     if options.dry_run:
         show_cells(console, prepared)
+    if not (options.dry_run or options.rendezvous) and (why := why_not_alone()):
+        console.print(f"note: {why}", highlight=False, soft_wrap=True)
     show_summary(console, prepared, options.dry_run)
     if options.dry_run:
         _show_dry_run(console, prepared, gpus_unused, options.json_output)

@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -26,6 +27,11 @@ from typing import TypeVar
 
 LAUNCHER = "PARALLELISM_BENCH_LAUNCHER"
 """Environment variable: process id that the fork server must not outlive."""
+ALONE = "PARALLELISM_BENCH_ALONE"
+"""Environment variable: whether the fork server enters a network of its own."""
+OPEN_NETWORK = "PARALLELISM_BENCH_OPEN_NETWORK"
+"""Environment variable: with 1, ranks on one host keep its network, such as for data that they
+download themselves."""
 
 
 def machine_id() -> str:
@@ -54,6 +60,24 @@ def descendants(pid: int) -> list[int]:
             with contextlib.suppress(OSError):  # this thread has ended
                 children += map(int, (task / "children").read_text().split())
     return [*children, *(below for child in children for below in descendants(child))]
+
+
+STOPS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def starting_without_stops() -> Iterator[None]:
+    """Blocks SIGINT and SIGTERM in processes that are started within, until they call `take_stops`:
+    Ctrl-C reaches the whole process group, also a process that is still importing."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def take_stops() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
 @contextlib.contextmanager
@@ -95,18 +119,19 @@ def own_hosts(file: Path) -> None:
     _checked(_LIBC.mount(os.fsencode(file), b"/etc/hosts", None, _BIND, None))
 
 
-def own_network() -> None:
-    """Moves this process to a new network namespace, if necessary as root of a user namespace;
-    raises OSError if forbidden."""
+def own_network(as_root: bool = True) -> None:
+    """Moves this process to a new network namespace, if necessary in a user namespace, in which it
+    is root or stays the same user; raises OSError if forbidden."""
     user, group = os.getuid(), os.getgid()
+    inside = (0, 0) if as_root else (user, group)
     try:
         unshare(NEW_NETWORK)
     except PermissionError:
         unshare(NEW_USER | NEW_NETWORK)
         for name, text in (
             ("setgroups", "deny"),
-            ("uid_map", f"0 {user} 1"),
-            ("gid_map", f"0 {group} 1"),
+            ("uid_map", f"{inside[0]} {user} 1"),
+            ("gid_map", f"{inside[1]} {group} 1"),
         ):
             Path(f"/proc/self/{name}").write_text(text)
     die_with_parent()  # a change of credentials clears this setting
@@ -119,24 +144,39 @@ def bring_up_loopback() -> None:
 
 
 def enter_loopback_only() -> bool:
-    """Moves this process to a namespace that has only loopback; returns False if forbidden.
+    """Moves this process to a namespace that has only loopback; returns False if forbidden, or not
+    wanted (OPEN_NETWORK).
 
     A child process tries first, since there is no way back: AppArmor (Ubuntu 24.04) permits the
     namespace, but denies bringing up loopback.
     """
+    if os.environ.get(OPEN_NETWORK, "0") not in ("", "0"):
+        return False
     child = os.fork()
     if child == 0:
         code = 1
         with contextlib.suppress(OSError):
-            own_network()
+            own_network(as_root=False)
             bring_up_loopback()
             code = 0
         os._exit(code)
     _, failed = os.waitpid(child, 0)
     if not failed:
-        own_network()
+        own_network(as_root=False)
         bring_up_loopback()
     return not failed
+
+
+def why_not_alone() -> str:
+    """Returns why other users of this host can reach the ranks' ports; empty if they cannot."""
+    own = "import os; print(os.readlink('/proc/self/ns/net'))"
+    command = [sys.executable, "-m", "harness.host.process", sys.executable, "-Sc", own]
+    inside = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    if inside and inside != os.readlink("/proc/self/ns/net"):
+        return ""
+    wanted = f"{OPEN_NETWORK} is set" if OPEN_NETWORK in os.environ else ""
+    cause = wanted or "the system permits no network namespace"
+    return f"other users of this host can reach the ranks' ports, because {cause} (SECURITY.md)"
 
 
 if __name__ == "__main__":
@@ -201,7 +241,7 @@ def call_apart(function: Callable[..., Value], *arguments: object, limit: float)
     with receiver, NamedTemporaryFile() as output:
         call = (sender, output.name, function, arguments)
         process = context.Process(target=_answer, args=call)
-        with sender, caller_not_imported():
+        with sender, caller_not_imported(), starting_without_stops():
             process.start()
         try:
             if not receiver.poll(limit):

@@ -15,7 +15,12 @@ from pathlib import Path
 
 from harness.cell.cell import Cell
 from harness.host.folders import scratch_folder
-from harness.host.process import caller_not_imported, die_with_parent
+from harness.host.process import (
+    caller_not_imported,
+    die_with_parent,
+    starting_without_stops,
+    take_stops,
+)
 from harness.launch.launcher import Launcher, LauncherProtocol, LaunchOptions
 from harness.launch.outcome import Outcome
 from harness.workloads import DataSource
@@ -106,7 +111,7 @@ class _LauncherProcess:
         self.waited: MutableSequence[float] = context.Array("d", 2, lock=False)
         """Seconds waited for turns, and the start of the current wait (0 if it does not wait)."""
         self.pool = ProcessPoolExecutor(1, context, _begin, (packages, self.waited))
-        with caller_not_imported():
+        with caller_not_imported(), starting_without_stops():
             self._pid = self.pool.submit(_warm)
 
     def ready(self) -> int:
@@ -238,6 +243,7 @@ def _begin(packages: Sequence[str], waited: MutableSequence[float]) -> None:
     die_with_parent()
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    take_stops()
     _ProcessState.launcher, _ProcessState.waited = Launcher(packages), waited
 
 

@@ -18,23 +18,31 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
 import psutil
 
 from harness.cell.cell import Cell
 from harness.host.cores import oom_kills, pin, threads_of
 from harness.host.folders import keep_multiprocessing_files, remove_abandoned, scratch_folder
-from harness.host.process import LAUNCHER, adopt_orphans, caller_not_imported, die_with_parent
-from harness.host.tcp_store import LOOPBACK, RENDEZVOUS_SECONDS, open_store
+from harness.host.process import (
+    ALONE,
+    LAUNCHER,
+    adopt_orphans,
+    caller_not_imported,
+    die_with_parent,
+    starting_without_stops,
+)
+from harness.host.tcp_store import LOOPBACK, RENDEZVOUS_SECONDS
 from harness.launch.outcome import Outcome, RankOutputs, classify_end, ending
 from harness.launch.watch import Watch, ended_by, listen, pids_by_rank
 from harness.worker.control_process import run_control
 from harness.worker.spec import Checkpointing, TrialSpec, log_file
-from harness.worker.worker import PRELOAD, run_rank, run_spawned
-from harness.workloads import DataSource
+from harness.worker.worker import PRELOAD, keep_store, run_rank, spawn_ranks
+from harness.workloads import DataSource, make_workload
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -42,6 +50,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
     from typing_extensions import Unpack
 
+Sent = TypeVar("Sent")
 Command = Callable[[Path], "list[str] | None"]
 
 
@@ -80,10 +89,11 @@ class LauncherProtocol(Protocol):
 
 
 class Launcher:
-    """Keeps the fork server warm and runs one trial at a time. `preload`: packages for its
-    ranks."""
+    """Keeps the fork server warm and runs one trial at a time. `preload`: packages for its ranks.
+    `alone`: whether ranks reach only each other, in a loopback that no other user of the host can
+    reach, if the system permits that."""
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
+    def __init__(self, preload: Sequence[str] = (), alone: bool = True) -> None:
         # Their warnings are already in the trial record.
         for name in (
             "torch.distributed.elastic",
@@ -96,7 +106,7 @@ class Launcher:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["harness.worker.forkserver"])
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self._preload = " ".join(preload)
+        self._preload, self._alone = " ".join(preload), alone
         self._ignored: set[int] = set()
         self.fork_server = 0
         """Process id of the fork server, parent of the elastic launcher's ranks."""
@@ -108,13 +118,15 @@ class Launcher:
         for_server = {
             LAUNCHER: str(os.getpid()),
             PRELOAD: self._preload,
+            ALONE: "1" if self._alone else "",
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
         before = {name: os.environ.get(name) for name in for_server}
         os.environ.update(for_server)
         self._ignored |= {child.pid for child in psutil.Process().children()}
         try:
-            forkserver.ensure_running()
+            with starting_without_stops():
+                forkserver.ensure_running()
         finally:
             for name, value in before.items():
                 if value is None:
@@ -155,6 +167,7 @@ class Launcher:
 
         `command`: see `Strategy.own_launcher`. `waited`: returns seconds outside the time limit.
         """
+        make_workload(cell.workload).fetch()
         started_at, begin = time.time(), time.perf_counter()
         spec = TrialSpec(cell, data, processes, interface="lo", **more)
         left, by = self.run_ranks(spec, command=command, on_progress=on_progress, waited=waited)
@@ -177,7 +190,8 @@ class Launcher:
     ) -> tuple[RankOutputs, str]:
         """Runs this node's ranks; returns their outputs and the launcher's name.
 
-        `store`: node 0's rendezvous store; created for a single node. `stop`: ends the ranks.
+        `store`: node 0's rendezvous store; created next to the ranks for a single node. `stop`:
+        ends the ranks.
         """
         try:
             if not self._fork_server_runs():
@@ -222,13 +236,7 @@ class Launcher:
                     scratch=scratch,
                     cores=pin(cell, spec.processes, len(spec.ranks)),
                     progress=progress,
-                    parent=(
-                        0
-                        if arguments
-                        else os.getpid()
-                        if cell.launcher == "spawn"
-                        else self.fork_server
-                    ),
+                    parent=0 if arguments else self.fork_server,
                 )
                 controls: list[BaseProcess] = []
                 try:
@@ -238,7 +246,9 @@ class Launcher:
                         left.ended = ending(_run_command(arguments, spec), by=by)
                     else:
                         left.exit_codes = (
-                            _spawn(spec) if cell.launcher == "spawn" else run_elastic(spec, store)
+                            next_to_ranks(spawn_ranks, spec) or {}
+                            if cell.launcher == "spawn"
+                            else run_elastic(spec, store)
                         )
                 except KeyboardInterrupt:
                     left.interrupted = True
@@ -288,15 +298,20 @@ def _start_controls(spec: TrialSpec) -> list[BaseProcess]:
     return [*controls]
 
 
-def _spawn(spec: TrialSpec) -> dict[int, int]:
-    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
-
-    store = open_store(LOOPBACK)
-    try:
-        spawn(run_spawned, args=(spec, store.port), nprocs=spec.processes)
-    except (ProcessExitedException, ProcessRaisedException) as error:
-        return {error.error_index: getattr(error, "exit_code", 1)}
-    return {}
+def next_to_ranks(
+    function: Callable[[TrialSpec, Connection[Sent, Sent]], None], spec: TrialSpec
+) -> Sent | None:
+    """Starts a process in the ranks' network, and returns what it sends first; None if it is killed
+    before."""
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    with receiver:
+        with sender:
+            context.Process(target=function, args=(spec, sender)).start()
+        with contextlib.suppress(EOFError):
+            sent: Sent = receiver.recv()
+            return sent
+    return None
 
 
 def _run_command(command: list[str], spec: TrialSpec) -> int:
@@ -307,10 +322,12 @@ def _run_command(command: list[str], spec: TrialSpec) -> int:
         "MASTER_PORT": str(_free_port()),
         "OMP_NUM_THREADS": str(threads_of(spec.cell, spec.cores[0])),
     }
-    closed = "harness.host.tcp_store" if _is_python(command[0]) else "harness.host.process"
+    # Where the system permits no namespace, torchrun's store must still listen on loopback only.
+    bound = [sys.executable, "-m", "harness.host.tcp_store"] if _is_python(command[0]) else []
+    alone = [sys.executable, "-m", "harness.host.process", *bound]
     with open(log_file(spec.scratch, 0), "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", closed, *command, "-m", "harness.worker.mpi", str(file)],
+            [*alone, *command, "-m", "harness.worker.mpi", str(file)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -376,11 +393,15 @@ def _agent_class() -> type[LocalElasticAgent]:
 def _rendezvous(spec: TrialSpec, store: Store | None) -> StaticTCPRendezvous:
     """Returns torch's static rendezvous over an open store, which cannot lose its port. c10d's
     would wait up to 0.3 s for an election."""
+    from torch._C._distributed_c10d import HashStore
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-    if store is None and spec.node == 0:
-        store = open_store(spec.rendezvous[0])
     address, port = spec.rendezvous[0], getattr(store, "port", spec.rendezvous[1])
+    if store is None and spec.node == 0:
+        # This process cannot reach the ranks' network, and has nothing to tell them there.
+        store, port = HashStore(), next_to_ranks(keep_store, spec)
+        if port is None:
+            raise EOFError("the process with the store was killed")
     rendezvous = StaticTCPRendezvous(
         address, port, spec.node, spec.cell.nodes, spec.token, RENDEZVOUS_SECONDS
     )

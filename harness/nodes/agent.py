@@ -67,7 +67,7 @@ class Agent:
             if word == "quit":
                 return
             if word == "warm":
-                self.launcher = Launcher(what)
+                self.launcher = Launcher(what, alone=False)
             elif word == "meet":
                 from harness.host.tcp_store import open_store
 
@@ -113,7 +113,7 @@ class Agent:
 
     def _run(self, spec: TrialSpec) -> None:
         received_at = time.time()
-        self.launcher = self.launcher or Launcher()
+        self.launcher = self.launcher or Launcher(alone=False)
         if self.files.problem:
             reason = f"{spec.node_name}: {self.files.problem}"
             cause = FailureAnswer("failed", reason, failed_at=received_at, consequence=False)

@@ -4,17 +4,30 @@ import contextlib
 import functools
 import gc
 import os
+import signal
 import warnings
 from collections.abc import Callable
 
-from harness.host.process import LAUNCHER, adopt_orphans, die_with_parent
+from harness.host.process import (
+    ALONE,
+    LAUNCHER,
+    adopt_orphans,
+    die_with_parent,
+    enter_loopback_only,
+    take_stops,
+)
 
 gc.disable()  # see harness/host/gc_tuning.py
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends this process
+take_stops()
 die_with_parent()  # before the slow imports
 # The parent died before the kernel was told, or Python restarted a killed fork server.
 if str(os.getppid()) != os.environ.pop(LAUNCHER, ""):
     os._exit(1)
 adopt_orphans()
+# Only single-threaded processes can enter, so before the other imports.
+if os.environ.pop(ALONE, "") and enter_loopback_only():
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else lookups wait for a network
 
 import harness.seam.registry  # noqa: E402
 import harness.worker.preload  # noqa: E402

@@ -21,7 +21,7 @@ from harness.host.cores import core_ranges, threads_of
 from harness.host.environment import HIDE_GPUS
 from harness.host.packages import show
 from harness.host.process import copy_shared_pages, die_with_parent
-from harness.host.tcp_store import CLIENT, LOOPBACK, listening_on
+from harness.host.tcp_store import CLIENT, LOOPBACK, listening_on, open_store
 from harness.host.user_code import first_line
 from harness.measure.memory_kinds import held_bytes, phase
 from harness.measure.peak_memory import MemoryMeter
@@ -45,6 +45,8 @@ from harness.worker.spec import TrialSpec, log_file, pid_file, stacks_file
 from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     import torch
 
     from harness.cell.training import TrainStep
@@ -149,6 +151,36 @@ def run_spawned(local_rank: int, spec: TrialSpec, port: int) -> None:
     }
     run_rank(spec)
     os._exit(0)
+
+
+def keep_store(spec: TrialSpec, sender: Connection[int, int]) -> None:
+    """Opens the ranks' store, sends its port, and keeps it open until this process is killed."""
+    _ignore_interrupts()
+    store = open_store(LOOPBACK)
+    sender.send(store.port)
+    while True:
+        signal.pause()
+
+
+def spawn_ranks(spec: TrialSpec, sender: Connection[dict[int, int], dict[int, int]]) -> None:
+    """Runs ranks by torch.multiprocessing.spawn, and sends the exit code of the failed one."""
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+
+    _ignore_interrupts()
+    store = open_store(LOOPBACK)
+    codes: dict[int, int] = {}
+    try:
+        spec = replace(spec, parent=os.getpid())
+        spawn(run_spawned, args=(spec, store.port), nprocs=spec.processes)
+    except (ProcessExitedException, ProcessRaisedException) as error:
+        codes = {error.error_index: getattr(error, "exit_code", 1)}
+    sender.send(codes)
+
+
+def _ignore_interrupts() -> None:
+    """Leaves it to the launcher to end this process."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def failure(error: BaseException) -> FailureAnswer:

@@ -214,6 +214,16 @@ class Workload:
             torch.cuda.empty_cache()
         return built
 
+    def fetch(self) -> None:
+        """Downloads the files of a model on the hub, since ranks may have no network. Leaves errors
+        to the ranks, which report them."""
+        if self.pretrained and not Path(self.pretrained).exists():
+            with contextlib.suppress(Exception):
+                from huggingface_hub import snapshot_download
+
+                unused = ["*/*", "*.h5", "*.msgpack", "*.onnx", "*.ot"]
+                snapshot_download(self.pretrained, ignore_patterns=unused)
+
     def _new_model(self, saved_weights: bool) -> nn.Module:
         import torch
         import transformers

@@ -207,7 +207,7 @@ def test_names_of_the_code_in_documents_exist() -> None:
 
 def test_every_environment_variable_of_the_user_is_described() -> None:
     """Users' variables are in docs/reference/commands.md; launchers set the internal ones."""
-    internal = {"PARALLELISM_BENCH_LAUNCHER", "PARALLELISM_BENCH_PRELOAD"}
+    internal = {f"PARALLELISM_BENCH_{name}" for name in ("ALONE", "LAUNCHER", "PRELOAD")}
     files = [file for file in python_files() if file.relative_to(ROOT).parts[0] != "tests"]
     files += [*(ROOT / "scripts").glob("*.sh"), *(ROOT / "slurm").glob("*.sh")]
     used = {

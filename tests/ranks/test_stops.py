@@ -1,0 +1,91 @@
+"""A stop at any moment: one sentence with how to go on, exit code 130, and nothing lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.record.store import Store, check_folder
+from tests.waiting import LONG
+
+MOMENTS = int(os.environ.get("MOMENTS", "2"))
+"""Moments of each kind; MOMENTS=20 tries as many as the issue asks for."""
+LASTS = 12.0
+"""Seconds in which the moments lie: from the command's start to about its end."""
+MATRIX = """
+trials: 2
+timed_seconds: 0
+defaults: {workload: llama-nano, sequence_length: 32, batch: 8, devices: 2, warmup_steps: 1,
+  timed_steps: 3, seed: SEED}
+cells: [{strategy: ddp}, {strategy: single, devices: 1}]
+"""
+KINDS = [(number, group) for number in (signal.SIGINT, signal.SIGTERM) for group in (False, True)]
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "bench", *words, "--no-report"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("number", "group"), KINDS, ids=lambda of: of.name if isinstance(of, signal.Signals) else of
+)
+def test_a_stop_at_any_moment_is_one_sentence(
+    number: signal.Signals, group: bool, tmp_path: Path
+) -> None:
+    chance = random.Random(f"{number} {group}")
+    for moment in range(MOMENTS):
+        # A new seed needs a new reference run, which can be stopped too.
+        (tmp_path / "m.yaml").write_text(MATRIX.replace("SEED", str(chance.randrange(10**6))))
+        run = start(tmp_path, "run", "--matrix", "m.yaml", "--run", f"run-{moment}")
+        after = LASTS * (moment + chance.random()) / MOMENTS
+        try:
+            said = "".join(run.communicate(timeout=after))
+        except subprocess.TimeoutExpired:
+            (os.killpg if group else os.kill)(run.pid, number)
+            said = "".join(run.communicate(timeout=LONG))
+        where = f"after {after:.2f} s: exit code {run.returncode}\n{said}"
+        assert "Traceback" not in said, where
+        assert run.returncode in (0, 130) or (run.returncode == -number and not said), where
+        if run.returncode == 130:
+            (sentence,) = [line for line in said.splitlines() if "interrupted" in line]
+            assert "run --resume" in sentence, where
+        store = Store(tmp_path / "results")
+        if f"run-{moment}" in store.run_ids():
+            resumed = start(tmp_path, "run", "--resume", "--run", f"run-{moment}")
+            said = "".join(resumed.communicate(timeout=LONG))
+            assert resumed.returncode == 0, said
+            trials = store.load([f"run-{moment}"], steps=False).trials
+            good = trials[trials["status"] == "ok"]
+            assert sorted(good["trial"]) == [0, 0, 1, 1], where
+            assert set(trials["status"]) <= {"ok", "interrupted"}, where
+            assert check_folder(store).problems == ()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_while_packages_are_imported_is_one_sentence(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    (tmp_path / "m.yaml").write_text(MATRIX.replace("SEED", "1"))
+    run = start(tmp_path, "run", "--matrix", "m.yaml", "--dry-run")
+    try:
+        run.wait(timeout=0.8)
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, number)
+    said = "".join(run.communicate(timeout=LONG))
+    assert "Traceback" not in said
+    assert run.returncode in (0, 130)
