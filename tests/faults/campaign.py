@@ -19,6 +19,7 @@ from harness.record.store import Store
 from tests.conftest import left_in
 from tests.faults.kinds import KINDS
 from tests.faults.place import Place
+from tests.faults.side_kinds import ordered
 
 HANG_SECONDS = "1"
 
@@ -37,10 +38,7 @@ class Campaign:
 
     def order(self, count: int, kinds: Sequence[str] = tuple(KINDS)) -> list[str]:
         """Returns `count` faults: every kind once, in random order, before any repeats."""
-        names: list[str] = []
-        while len(names) < count:
-            names += self.place.chance.sample(list(kinds), len(kinds))
-        return names[:count]
+        return ordered(kinds, count, self.place.chance)
 
     def strike(self, kind: str) -> None:
         """Injects a fault; raises AssertionError if a check fails afterwards."""

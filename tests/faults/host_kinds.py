@@ -11,10 +11,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from harness.host.cores import group_folder
+from harness.host.process import OPEN_NETWORK
 from tests.faults.place import Inject, Place
 from tests.faults.run_process import Run
 
@@ -40,9 +41,9 @@ def mounted(folder: Path, *options: str | Path) -> Iterator[Path]:
         folder.rmdir()
 
 
-def in_memory(place: Place) -> contextlib.AbstractContextManager[Path]:
+def in_memory(place: Place, size: str = "16m") -> contextlib.AbstractContextManager[Path]:
     disk = place.temporary.parent / "disk"
-    return mounted(disk, "-t", "tmpfs", "-o", "size=16m", "tmpfs")
+    return mounted(disk, "-t", "tmpfs", "-o", f"size={size}", "tmpfs")
 
 
 def full_disk(place: Place) -> None:
@@ -123,7 +124,11 @@ def clock_jumps(place: Place) -> None:
 
 def no_port(place: Place) -> None:
     """Every ephemeral port is in use."""
-    run = Run(place, before=[sys.executable, "-m", "tests.faults.no_ports"])
+    run = Run(
+        place,
+        before=[sys.executable, "-m", "tests.faults.no_ports"],
+        environment={OPEN_NETWORK: "1"},  # ranks would have the ports of a network of their own
+    )
     for status, reason in run.ended():
         assert status == "failed", (status, reason)
         assert "in use" in reason, reason
@@ -176,7 +181,7 @@ def _needs(*programs: str) -> str:
     return f"{', '.join(missing)} is not installed" if missing else ""
 
 
-def _mounts(*programs: str) -> str:
+def mounts(*programs: str) -> str:
     return _needs(*programs) or ("" if _may_mount() else "this user may not mount file systems")
 
 
@@ -197,15 +202,17 @@ HOST_KINDS: dict[str, Inject] = {
     "the kernel kills for lack of memory": kernel_kills,
 }
 _LACKING: dict[str, Callable[[], str]] = {
-    "a disk is full": lambda: _mounts("mount"),
-    "a results folder is read-only": lambda: _mounts("mount"),
-    "a file system hangs": lambda: _mounts("mount", "mkfs.ext4", "fsfreeze", "losetup"),
+    "a disk is full": lambda: mounts("mount"),
+    "a results folder is read-only": lambda: mounts("mount"),
+    "a file system hangs": lambda: mounts("mount", "mkfs.ext4", "fsfreeze", "losetup"),
     "a clock jumps": lambda: _needs("cc"),
     "the kernel kills for lack of memory": _group,
 }
 
 
-def left_out(kinds: Sequence[str]) -> dict[str, str]:
-    """Returns the reasons for kinds that cannot be injected here."""
-    reasons = {kind: _LACKING[kind]() for kind in kinds if kind in _LACKING}
+def left_out(kinds: Sequence[str], more: Mapping[str, Callable[[], str]]) -> dict[str, str]:
+    """Returns the reasons for kinds that cannot be injected here. `more`: what tells that of
+    further kinds."""
+    lacking = {**_LACKING, **more}
+    reasons = {kind: lacking[kind]() for kind in kinds if kind in lacking}
     return {kind: reason for kind, reason in reasons.items() if reason}

@@ -22,6 +22,7 @@ from harness.record.store import check_folder, quarantine
 from tests.faults.host_kinds import HOST_KINDS
 from tests.faults.place import Inject, Place
 from tests.faults.run_process import Run
+from tests.faults.side_kinds import PAIRS, SIDE_KINDS
 from tests.ranks.conftest import cell
 
 
@@ -198,5 +199,7 @@ KINDS: dict[str, Inject] = {
     "the fork server is killed": fork_server_killed,
     "two runs write to one folder": two_runs,
     **HOST_KINDS,
+    **SIDE_KINDS,
+    **PAIRS,
 }
 """Faults by their name in the table."""

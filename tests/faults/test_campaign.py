@@ -16,6 +16,7 @@ from harness.launch.launcher import Launcher
 from tests.faults.campaign import HANG_SECONDS, Campaign, table
 from tests.faults.host_kinds import HOST_KINDS, left_out
 from tests.faults.kinds import KINDS
+from tests.faults.side_kinds import LACKING, PAIRS, SIDE_KINDS
 
 FAULTS = int(os.environ.get("FAULTS", "12"))
 SEED = int(os.environ.get("SEED", "20261123"))
@@ -27,6 +28,8 @@ LONG = {
     "a machine is suspended",
     "two runs write to one folder",
     *HOST_KINDS,
+    *SIDE_KINDS,
+    *PAIRS,
 }
 """Kinds that take ten times as long, since they start separate runs or a new fork server."""
 ELSEWHERE = {
@@ -40,7 +43,7 @@ ELSEWHERE = {
     "a rank leaves a child",
 }
 """Kinds that tests/ranks/test_failures.py injects too."""
-LEFT_OUT = left_out(list(KINDS)) if "FAULTS" in os.environ else {}
+LEFT_OUT = left_out(list(KINDS), LACKING) if "FAULTS" in os.environ else {}
 CHOSEN = [
     kind
     for kind in KINDS
