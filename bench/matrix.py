@@ -176,8 +176,8 @@ def matrix_names() -> list[str]:
 def matrix_text(name: str) -> str:
     """Returns the text of a matrix file; empty for a matrix of the suite."""
     file = Path(name)
-    known = (HOME / f"{name}.yaml").is_file() or not file.is_file()
-    return "" if known else file.read_text("utf-8", "replace")
+    of_suite = (HOME / f"{name}.yaml").is_file()
+    return "" if of_suite or not file.is_file() else file.read_text("utf-8", "replace")
 
 
 def read_matrix(name: str) -> Matrix:

@@ -169,8 +169,8 @@ def enter_loopback_only() -> bool:
 
 def why_not_alone() -> str:
     """Returns why other users of this host can reach the ranks' ports; empty if they cannot."""
-    own = "import os; print(os.readlink('/proc/self/ns/net'))"
-    command = [sys.executable, "-m", "harness.host.process", sys.executable, "-Sc", own]
+    shows_network = "import os; print(os.readlink('/proc/self/ns/net'))"
+    command = [sys.executable, "-m", "harness.host.process", sys.executable, "-Sc", shows_network]
     inside = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     if inside and inside != os.readlink("/proc/self/ns/net"):
         return ""

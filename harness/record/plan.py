@@ -226,16 +226,16 @@ def foreign_names(cell: Cell) -> list[str]:
 def require_named(cells: Iterable[Cell], given: Iterable[str]) -> None:
     """Raises UsageError if recorded cells would run code, or use a hub, that only results name, as
     these may be somebody else's. `given`: texts of the user's matrix and options."""
-    words = {_source(max(word)) for text in given for word in _WORDS.findall(text)}
+    sources = {_source(max(parts)) for text in given for parts in _QUOTED_OR_BARE.findall(text)}
     for name in (name for cell in cells for name in foreign_names(cell)):
-        if _source(name) not in words:
+        if _source(name) not in sources:
             raise UsageError(
                 f"the results name {name!r}, and what only results name is not used: if you trust"
                 " it, repeat the matrix or the options that name it"
             )
 
 
-_WORDS = re.compile(r"\"([^\"]+)\"|'([^']+)'|([^\s'\",=\[\]{}]+)")
+_QUOTED_OR_BARE = re.compile(r"\"([^\"]+)\"|'([^']+)'|([^\s'\",=\[\]{}]+)")
 
 
 def _source(name: str) -> str:
