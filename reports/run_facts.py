@@ -273,9 +273,10 @@ def _model(row: MaxsizeResult, cell: Cell | None) -> LargestModel:
 
 
 def gain_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
-    """Compares the sizes of a chain's first and last strategy; empty unless both are known."""
-    sizes = {row.label: row for row in rows if row.parameters}
-    first, last = sizes.get(chain[0]), sizes.get(chain[-1])
+    """Compares the verified sizes of a chain's first and last strategy; empty unless both have
+    one."""
+    verified_rows = {row.label: row for row in rows if row.status in ("found", "all fit")}
+    first, last = verified_rows.get(chain[0]), verified_rows.get(chain[-1])
     if not first or not last:
         return ""
     ratio = (last.parameters or 0) / (first.parameters or 1)
