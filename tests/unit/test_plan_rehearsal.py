@@ -97,7 +97,7 @@ def first_exported(question: ClusterQuestion, model: str) -> tuple[ClusterCandid
 
 def buckets(cell: Cell, candidate: ClusterCandidate, parameters: int) -> float:
     """Returns the bytes of DDP's buckets on one device, which plans do not count."""
-    alone = cell.strategy == "ddp" and candidate.layout.devices == 1
+    alone = cell.strategy in ("amp", "ddp") and candidate.layout.devices == 1
     return parameters * (2.0 if cell.workload.endswith("+bf16") else 4.0) * alone
 
 
