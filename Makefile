@@ -10,7 +10,7 @@ TRIALS ?= 2000
 RUNS ?= 700
 PY := .venv/bin/python
 
-.PHONY: help setup setup-cuda-check need need-light need-tests run smoke test test-thorough test-quick test-torch test-cluster lint bench campaign campaign-large audit lock screenshots
+.PHONY: help setup setup-cuda-check need need-light need-tests run smoke test test-thorough test-quick test-torch test-newest test-cluster lint bench campaign campaign-large audit lock screenshots
 help:
 	@sed -n 's/^## //p' Makefile
 ## make setup   installs everything into .venv, and retries libraries that failed to build
@@ -43,6 +43,9 @@ test-quick: need
 ## make test-torch TORCH=2.11.0 [TRANSFORMERS=5.17.0] [PYTHON=python3.12]   runs unit tests, smoke and quick with another torch (6 GB, half an hour)
 test-torch:
 	@TORCH=$(TORCH) scripts/other_torch.sh
+## make test-newest   runs unit tests and smoke with the newest release of every library, in an environment of its own (6 GB)
+test-newest:
+	@scripts/newest.sh
 ## make test-cluster   runs the tests that need a real SLURM, on virtual nodes of this machine
 test-cluster: need-tests
 	$(PY) -m pytest -rs tests/cluster $(ARGS)

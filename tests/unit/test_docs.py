@@ -177,6 +177,12 @@ def test_links_lead_to_documents_and_headings() -> None:
     for document in DOCUMENTS:
         for file, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", prose(document)):
             target = document.parent / file if file else document
+            if file.startswith("../../actions/"):  # GitHub's page of a workflow
+                target = (
+                    ROOT
+                    / ".github"
+                    / file.removeprefix("../../actions/").removesuffix("/badge.svg")
+                )
             assert target.exists(), f"{document.name} links to {file}"
             assert not anchor or anchor in anchors(target), f"{document.name}: {file}#{anchor}"
 
@@ -209,7 +215,7 @@ def test_every_environment_variable_of_the_user_is_described() -> None:
     """Users' variables are in docs/reference/commands.md; launchers set the internal ones."""
     internal = {f"PARALLELISM_BENCH_{name}" for name in ("ALONE", "LAUNCHER", "PRELOAD")}
     files = [file for file in python_files() if file.relative_to(ROOT).parts[0] != "tests"]
-    files += [*(ROOT / "scripts").glob("*.sh"), *(ROOT / "slurm").glob("*.sh")]
+    files += [*(ROOT / "scripts").glob("*.sh"), *(ROOT / "bench" / "cluster" / "slurm").iterdir()]
     used = {
         name
         for file in files
