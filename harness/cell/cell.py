@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 BASELINE = "single"
 """Strategy that every other strategy is compared with: one process on one device."""
-TECHNIQUES = ("micro_batches", "recompute", "compile", "checkpoint")
+TECHNIQUES = ("micro_batches", "recompute", "compile", "checkpoint", "loss", "activations")
 """Axes that change how a strategy trains but not the result; off at their defaults."""
 SAME_TRAINING = {"adamw_foreach": "adamw", "adamw_fused": "adamw"}
 """Optimizer of the reference for cells that use another implementation of it."""
@@ -95,6 +95,12 @@ class Cell(BaseModel):
     compile: Literal["none", "block", "block_cudagraphs"] = "none"
     """What torch.compile compiles: nothing or each block. `block_cudagraphs` also replays kernels
     as CUDA graphs (mode `reduce-overhead`)."""
+    loss: Literal["plain", "torch_linear", "liger_linear", "deepspeed_chunked"] = "plain"
+    """How the loss is computed: from fp32 logits; without whole logits, by torch's
+    `linear_cross_entropy` or Liger's kernel; or without fp32 copies of them, by DeepSpeed."""
+    activations: Literal["device", "host"] = "device"
+    """Memory in which blocks keep tensors for backward: the device, or the host (torch's
+    `save_on_cpu`)."""
     checkpoint: Literal["none", "full", "sharded", "async"] = "none"
     """How the state is saved before all ranks are killed and new ranks resume from it: in one file,
     sharded by rank, or sharded while training goes on."""

@@ -178,6 +178,9 @@ def plan_of(strategy: Strategy, cell: Cell, to: str) -> Export | None:
 def _plan_or_reason(strategy: Strategy, cell: Cell, to: str) -> Export | Refused | None:
     if cell.recipe:
         return Refused(f"no standalone script trains with {cell.recipe}; leave it out")
+    for axis in ("loss", "activations"):
+        if cell.is_set(axis):
+            return Refused(f"no standalone script has {axis} {getattr(cell, axis)}; leave it out")
     if not _spans_nodes(cell, to) or (to == "spawn" and cell.launcher != "spawn"):
         return None
     try:

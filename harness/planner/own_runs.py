@@ -107,6 +107,8 @@ def _training_of(cell: Cell) -> tuple[ModelShape, Recipe] | None:
     offloads = [value for key, value in cell.options.items() if "offload" in key]
     if any(value not in (False, "none") for value in offloads):
         return None
+    if cell.loss != "plain" or cell.activations != "device":
+        return None
     adapted = {"lora", "dora"} & {*variants}
     variant = "+bf16" if "bf16" in variants else ""
     precisions: dict[tuple[str, str], Precision] = {of: name for name, of in SUITE_CELLS.items()}

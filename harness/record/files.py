@@ -340,7 +340,7 @@ TABLES: dict[str, type[Record]] = {
     "explained": ProfileRecord,
     "conclusions": ConclusionRecord,
 }
-VERSION = 15
+VERSION = 16
 """Increase it when a column is added, changed or removed."""
 FIRST_WITH_CELL_IDS = 12
 """First version whose cell ids are hashes of the same fields as today."""

@@ -122,6 +122,11 @@ class TrialRecord(Record):
     compile: str = "none"
     """what torch.compile compiles: none, block (each block separately), block_cudagraphs (also
     replayed as CUDA graphs)"""
+    loss: str = "plain"
+    """how the loss is computed: plain (fp32 logits), torch_linear or liger_linear (no whole
+    logits), deepspeed_chunked (no fp32 copies)"""
+    activations: str = "device"
+    """where blocks keep tensors for backward: device, host (torch's save_on_cpu)"""
     checkpoint: str = "none"
     """how the state is saved before all ranks are killed and new ones load it: none, full (one
     file), sharded (by rank), async (sharded, during training)"""

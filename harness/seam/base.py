@@ -60,6 +60,8 @@ class Capabilities:
     max_restarts: int = 0
     compiles: tuple[str, ...] = ()
     """Values of the compile axis that do not change the training."""
+    fused_loss: bool = False
+    """Whether the model's head may compute the loss (`Cell.loss`)."""
     extra_optimizers: tuple[str, ...] = ()
     """Supported optimizers beyond AdamW and SGD."""
     fixed_steps: bool = False
@@ -141,10 +143,13 @@ class CostModel:
         fullest rank."""
         from harness.workloads.operators import activation_bytes, activations_by_depth
 
+        if cell.activations == "host" and cell.device == "cuda":
+            # Only the current block's tensors are on the device.
+            workload = workload.with_blocks(1) or workload
         samples = max(1, cell.global_batch // layout.shares // cell.micro_batches)
         tokens = cell.sequence_length // layout.sequence
         size = (samples, tokens, cell.recompute)
-        split = (cell.precision, layout.tensor, sequence_parallel)
+        split = (cell.precision, layout.tensor, sequence_parallel, cell.loss)
         if not self.capabilities.stages:
             return float(activation_bytes(workload, *size, *split))
         ends, block, recomputed = activations_by_depth(workload, *size, *split)

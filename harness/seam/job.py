@@ -12,7 +12,7 @@ from harness.cell.cell import Cell
 from harness.cell.training import Batch, Layout, Retained, TrainStep
 from harness.seam.optimizers import optimizer_class, optimizer_of, with_dtensors_apart
 from harness.seam.recipe import RecipeState, clip_gradients, make_scheduler, parameter_groups
-from harness.workloads.recompute import recompute_blocks
+from harness.workloads.recompute import offload_blocks, recompute_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -151,6 +151,12 @@ class Job:
         if self.cell.recompute != "none":
             recompute(model, self.workload.blocks_of(model), self.cell.recompute)
             self.recomputes = True
+        if self.cell.activations == "host":
+            offload_blocks(self.workload.blocks_of(model), pinned=self.device.type == "cuda")
+        if self.cell.loss != "plain":
+            from harness.workloads.fused_loss import fused_head
+
+            self.recipe.head = fused_head(model, self.cell.loss)
         if self.cell.compile != "none":
             # Compilation happens at the first call, after wrapping, splitting or sharding.
             for block in self.workload.blocks_of(model):
@@ -232,14 +238,19 @@ class Job:
     def loss(self, model: Callable[..., Tensor | HasLogits], batch: Batch) -> Tensor:
         """Returns a batch's mean loss, including the weighted balancing loss."""
         positions = {} if batch.positions is None else {"position_ids": batch.positions}
+        from harness.workloads.fused_loss import loss_of
+
+        cell, head = self.cell, self.recipe.head
         self.recipe.masks.keys = batch.keys
+        if head:
+            head.labels, head.label_tokens = batch.labels, batch.label_tokens
         with self.autocast():
             output = self.workload.output(model, batch.inputs, **positions)
             logits = self.workload.logits_of(output)
-            loss = self.workload.loss(logits, batch.labels, batch.label_tokens)
-            if self.cell.balance_weight:
+            loss = loss_of(cell.loss, self.workload, logits, batch.labels, batch.label_tokens)
+            if cell.balance_weight:
                 balancing = cast("HasLogits", output).aux_loss
-                loss = loss + self.cell.balance_weight * balancing
+                loss = loss + cell.balance_weight * balancing
             return loss
 
     def register(self, model: nn.Module, *optimizers: Optimizer) -> TrainState:
@@ -295,8 +306,10 @@ def backward_of(
     model: Callable[[Tensor], Tensor | HasLogits],
     scaler: GradScaler,
     no_sync: Callable[[], contextlib.AbstractContextManager[object]] | None = None,
+    go_back: Callable[[Tensor], object] | None = None,
 ) -> Callable[[Batch], Tensor]:
-    """Returns the first half of a step, which adds up gradients and returns the mean loss."""
+    """Returns the first half of a step, which adds up gradients and returns the mean loss.
+    `go_back`: a library's own call of backward."""
     import torch
 
     parts = job.cell.micro_batches
@@ -306,7 +319,7 @@ def backward_of(
         for index, part in enumerate(batch.split(parts)):
             with no_sync() if no_sync and index < parts - 1 else contextlib.nullcontext():
                 loss = job.loss(model, part) / parts
-                scaler.scale(loss).backward()
+                (go_back or torch.Tensor.backward)(scaler.scale(loss))
             total += loss.detach()
         return total
 

@@ -77,16 +77,22 @@ def optimizer_of(cell: Cell, model: nn.Module) -> Optimizer:
     if cell.optimizer != "muon":
         groups = parameter_groups(cell, model.parameters())
         return with_dtensors_apart(factory(groups, **kwargs))
+    matrices, others = for_muon(cell, model)
+    return _together(
+        torch.optim.Muon(matrices, **muon_arguments(cell)),
+        factory(parameter_groups(cell, others), **kwargs),
+    )
+
+
+def for_muon(cell: Cell, model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Returns the blocks' matrices, which Muon updates, and all other trained parameters."""
     block_path = make_workload(cell.workload).block_path
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         hidden = parameter.ndim == 2 and block_path and f"{block_path}." in name
         (matrices if hidden else others).append(parameter)
-    return _together(
-        torch.optim.Muon(matrices, **muon_arguments(cell)),
-        factory(parameter_groups(cell, others), **kwargs),
-    )
+    return matrices, others
 
 
 def with_dtensors_apart(optimizer: Optimizer) -> Optimizer:

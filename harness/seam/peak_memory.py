@@ -77,6 +77,11 @@ def peak_bytes(cell: Cell, activations: float | None = None) -> float:
         at_once = _of_one_block(cell)
     else:
         at_once = 0.0
+    if cell.loss == "torch_linear":
+        # It computes the head's gradient in forward, and keeps it until the graph is freed.
+        workload = make_workload(cell.workload)
+        element_bytes = 4.0 if cell.precision == "fp32" else 2.0
+        at_once += element_bytes * workload.vocabulary * workload.hidden_size
     return states.total + max(held, states.transient + at_once)
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
     from harness.workloads.dropout import Masks
+    from harness.workloads.fused_loss import FusedHead
 
 Clip = Callable[[float], "Tensor | float | None"]
 """Function that clips gradients to a global 2-norm and returns the norm before clipping."""
@@ -40,6 +41,8 @@ class RecipeState:
     clip: Clip | None = None
     """The library's own clipping; None if it has none."""
     schedulers: list[LambdaLR] = field(default_factory=list)
+    head: FusedHead | None = None
+    """Head that computes the loss, in cells with such a loss."""
     masks: Masks = field(default_factory=_new_masks)
     """Dropout masks of this rank's model."""
 

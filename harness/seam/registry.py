@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from harness.cell.cell import SCRIPT, Cell, is_script
 from harness.cell.errors import Refused, Unavailable, UsageError, first_error
 from harness.cell.training import Layout
-from harness.host.environment import missing_compiler
+from harness.host.environment import missing_compiler, version_of
 from harness.host.packages import is_installed, unbuilt
 from harness.host.user_code import digest_of, names_user_class, user_class
 from harness.seam.base import Strategy
@@ -28,6 +28,10 @@ ENTRY_POINTS = "parallelism_bench.strategies"
 GRAPH_WARMUP = 3
 """Warm-up steps of a CUDA graph: normal, recorded, replayed."""
 HOME = "harness.strategies"
+LINEAR_HEADS = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""transformers' names of models whose logits are a linear layer of the last hidden states."""
+LOSS_PACKAGES = {"liger_linear": "liger_kernel", "deepspeed_chunked": "deepspeed"}
+"""Packages of losses by value of the loss axis."""
 NO_EXCHANGE = "no_exchange"
 """Name of the strategy whose ranks exchange nothing, to measure parity limits."""
 REPLICAS, POWER_SGD, HALF_RANKS = "replicas", "power_sgd", "half_ranks"
@@ -160,7 +164,9 @@ def batches_normalised(strategy: Strategy, cell: Cell, layout: Layout) -> int:
 
 def stand_in_of(strategy: Strategy, cell: Cell, workload: Workload) -> str | None:
     """Returns what replaces strategy or workload on the cell's device."""
-    return strategy.stand_in(cell) or workload.stand_in(cell)
+    on_host = cell.activations == "host" and cell.device == "cpu"
+    no_copy = "nothing to offload: activations are already in host memory" if on_host else None
+    return strategy.stand_in(cell) or workload.stand_in(cell) or no_copy
 
 
 def _admit_nodes(cell: Cell, strategy: Strategy, layout: Layout) -> None:
@@ -251,6 +257,10 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
         )
     if cell.recompute != "none":
         workload.check_recompute(cell.recompute)
+    if cell.loss != "plain":
+        _admit_loss(cell, strategy, workload, here)
+    if cell.activations != "device":
+        _admit_activations(cell, strategy, workload, layout)
     if cell.compile != "none":
         _admit_compiled(cell, strategy, workload, here)
     if cell.checkpoint != "none" or cell.checkpoint_from:
@@ -324,6 +334,35 @@ def _admit_balance(cell: Cell, workload: Workload, layout: Layout, stages: bool)
         raise Refused(
             "the balancing loss needs the scores of all blocks for whole samples, which no rank of"
             f" {cell.strategy} has; use ddp, or balance_weight 0"
+        )
+
+
+def _admit_loss(cell: Cell, strategy: Strategy, workload: Workload, here: bool) -> None:
+    if not strategy.capabilities.fused_loss:
+        able = [name for name, cls in strategies().items() if cls.capabilities.fused_loss]
+        raise Refused(f"{cell.strategy} computes its loss from logits only; use {', '.join(able)}")
+    causal = workload.kind == "causal" and not workload.suffixes
+    if not causal or workload.hf_config().model_type not in LINEAR_HEADS:
+        raise Refused(
+            f"the loss of {workload.name} is not known to be that of a plain linear head; use a"
+            f" {', '.join(LINEAR_HEADS)} model without a suffix, or loss plain"
+        )
+    if cell.loss == "liger_linear" and cell.device == "cpu":
+        raise Unavailable("Liger's kernels run on GPUs only: use a GPU, or loss torch_linear")
+    if here and (package := LOSS_PACKAGES.get(cell.loss)):
+        _require(package, f"pip install {package.replace('_', '-')}")
+    installed = (version_of("torch") or "0.0").split(".")[:2]
+    if here and cell.loss == "torch_linear" and tuple(map(int, installed)) < (2, 13):
+        raise Unavailable("torch has linear_cross_entropy from version 2.13 on: install it")
+
+
+def _admit_activations(cell: Cell, strategy: Strategy, workload: Workload, layout: Layout) -> None:
+    workload.check_recompute("full")
+    copied = strategy.capabilities.stages or layout.devices_per_process > 1
+    if copied or cell.compile != "none" or cell.dropout:
+        raise Refused(
+            "offloaded activations are not known to train the same in stages, copies of a model,"
+            " compiled blocks or with dropout; use activations device"
         )
 
 

@@ -1,24 +1,34 @@
 from __future__ import annotations
 
 import functools
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from harness.cell.training import Batch, Retained, TrainStep
+from harness.cell.training import EXACT, Batch, Retained, Tolerance, TrainStep
 from harness.seam import Job
 from harness.seam.checkpoints import MOMENTS, moments_of, random_states
 from harness.seam.job import Moment, Wait, own_precision
+from harness.seam.optimizers import for_muon
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
     from deepspeed.runtime import ZeROOptimizer
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
     from harness.workloads.workload import HasLogits
 
+MUON = Tolerance(
+    EXACT.loss,
+    0.03,
+    "DeepSpeed's Newton-Schulz iteration rounds to bf16 at other places than torch's",
+    by_noise=True,
+    other_kinds=0.05,
+)
 CHECKPOINT = "checkpoint"
 
 
@@ -35,7 +45,10 @@ def emptied_folder(job: Job, chosen: str) -> Path:
 
 
 def zero_optimizer(job: Job, model: nn.Module, offloaded: bool) -> Optimizer:
-    """Returns torch's optimizer, or DeepSpeed's equivalent CPU AdamW for offloaded states."""
+    """Returns torch's optimizer, DeepSpeed's Muon, which knows ZeRO's shards, or its CPU AdamW for
+    offloaded states."""
+    if job.cell.optimizer == "muon":
+        return _muon(job, model)
     if not offloaded:
         return job.optimizer(model.parameters())
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -43,6 +56,40 @@ def zero_optimizer(job: Job, model: nn.Module, offloaded: bool) -> Optimizer:
     _, kwargs = job.optimizer_class()
     groups = job.parameter_groups(model.parameters())
     optimizer: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **kwargs)
+    return optimizer
+
+
+def _muon(job: Job, model: nn.Module) -> Optimizer:
+    """Returns DeepSpeed's Muon with AdamW for the other parameters.
+
+    ZeRO gathers a matrix's gradient and orthogonalises it before the step. DeepSpeed scales steps
+    by sqrt(max(1, rows / columns)). With a rate of 0.2 sqrt(columns) for each number of columns,
+    they are torch's `match_rms_adamw`: 0.2 sqrt(max(rows, columns)). Weight decay is per rate.
+    """
+    import torch
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    if job.device.type == "cpu":
+        # DeepSpeed compiles its updates, which takes a minute on CPUs.
+        torch.compiler.set_stance("force_eager")
+    matrices, others = for_muon(job.cell, model)
+    kind, kwargs = job.optimizer_class()
+    groups: list[dict[str, Any]] = []
+    for columns in sorted({matrix.shape[1] for matrix in matrices}):
+        scale = 0.2 * math.sqrt(columns)
+        rates = {
+            "lr": scale * job.cell.learning_rate,
+            "weight_decay": job.cell.weight_decay / scale,
+        }
+        same = [matrix for matrix in matrices if matrix.shape[1] == columns]
+        groups.append({"params": same, "use_muon": True, "ns_method": "standard", **rates})
+    by_adamw: Any = job.parameter_groups(others)
+    for part in by_adamw if isinstance(by_adamw[0], dict) else [{"params": by_adamw}]:
+        groups.append({**kwargs, **part, "use_muon": False})
+    for group in groups:
+        for parameter in group["params"]:
+            parameter.use_muon = group["use_muon"]
+    optimizer: Optimizer = MuonWithAuxAdam(groups, adam_optimizer=kind)
     return optimizer
 
 
@@ -257,6 +304,17 @@ def full_parameters(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter if fp32_parameter is None else fp32_parameter
 
 
+def gathered(part: Tensor, group: ProcessGroup, dimension: int = 0) -> Tensor:
+    """Returns the equal parts of all ranks of a group, joined along a dimension."""
+    import torch
+    import torch.distributed as dist
+
+    mine = part.detach().contiguous()
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    return torch.cat(parts, dimension)
+
+
 def full_moments(engine: DeepSpeedEngine) -> Iterator[Moment]:
     """Yields whole optimizer states by name; call on all ranks.
 
@@ -273,6 +331,10 @@ def full_moments(engine: DeepSpeedEngine) -> Iterator[Moment]:
         engine.optimizer._hp_optimizer_states_linked = False
         relink()
     kinds = [kind for kind in MOMENTS if any(kind in s for s in optimizer.state.values())]
+    if optimizer.__class__.__name__.startswith("Muon"):
+        # The momentum of a matrix is whole on every rank that has a part of it.
+        kinds.remove("momentum_buffer")
+        named = {name: p for name, p in named.items() if not p.use_muon}
     for name, parameter in named.items():
         for kind in kinds if parameter.requires_grad else ():
             whole = safe_get_full_optimizer_state(parameter, kind)

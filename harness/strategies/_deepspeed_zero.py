@@ -159,6 +159,11 @@ class ZeroOptions(Strategy):
                 "DeepSpeed has no fp16 on this CPU: use one with AVX512-FP16 or AMX-FP16, a GPU, or"
                 " bf16"
             )
+        if cell.optimizer == "muon" and cell.precision != "fp32":
+            raise Refused(
+                "the reference of DeepSpeed's half precision has no master weights by name, which"
+                " Muon needs: use precision fp32, or optimizer adamw"
+            )
         if self.stage > 0 and workload.arithmetic and not workload.partly_frozen:
             raise Refused(
                 f"DeepSpeed's stages 1 to 3 update fp32 masters, and {workload.name} has none: use"
@@ -293,6 +298,8 @@ class ZeroOptions(Strategy):
                 "stage3_param_persistence_threshold": self.persistent(sizes),
                 "sub_group_size": self.swapping(cell, layout.replicas, sizes).group_elements,
             }
+        if cell.optimizer == "muon":
+            zero["reduce_scatter"] = False  # Muon needs whole gradients
         if (device := self.offload_parameters) != "none":
             pinned = {"device": device, "pin_memory": cell.device == "cuda"}
             buffers = {

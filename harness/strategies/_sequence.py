@@ -11,6 +11,7 @@ from harness.seam import Cell, Job
 from harness.seam.formulas import passed_once
 from harness.seam.job import standard_step
 from harness.strategies.collectives import average_gradients
+from harness.strategies.fsdp2 import shard_by_block, shard_mesh
 from harness.workloads import Workload, make_workload
 
 if TYPE_CHECKING:
@@ -91,13 +92,19 @@ def at_positions(
     return functools.partial(model, position_ids=positions)
 
 
-def averaging_step(job: Job, model: nn.Module, positions: Tensor) -> TrainStep:
+def averaging_step(
+    job: Job, model: nn.Module, positions: Tensor, shards: bool = False
+) -> TrainStep:
     """Returns a step on a rank's tokens at these positions. Attention sends gradients back to where
     keys and values came from. Ranks have equally many tokens, so averaged gradients are those of
-    the mean loss."""
+    the mean loss. If it `shards`, FSDP2 averages over all ranks."""
+    if shards:
+        shard_by_block(model, job.workload.blocks_of(model), shard_mesh(job))
     parameters = list(model.parameters())
     optimizer = job.optimizer(parameters)
     job.register(model, optimizer)
+    if shards:
+        return standard_step(job, at_positions(model, positions), optimizer)
     average = functools.partial(average_gradients, parameters)
     return standard_step(job, at_positions(model, positions), optimizer, before_update=average)
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import Field
+
 from harness.cell.errors import Refused, Unavailable
 from harness.cell.training import Batch, Layout, States, TrainStep
 from harness.seam import Cell, Job, ModelFacts, Strategy
@@ -19,14 +21,19 @@ class ContextParallel(Strategy):
 
     All heads stay on every rank, so their number does not limit the ranks (arXiv 2310.01889). Each
     rank has a chunk from the front of the sequence and one from the back, which balances the causal
-    mask.
+    mask. With FSDP2, parameters are sharded over all ranks, as all average their gradients.
     """
 
     pass_by: Literal["allgather", "alltoall"] = "allgather"
     """How keys and values reach the other ranks: gathered at once, or passed around a ring."""
+    sequence_ranks: int | None = Field(default=None, ge=1)
+    """Number of neighbouring ranks that share each sample's tokens; by default all ranks. Groups
+    are data parallel."""
+    fsdp2: bool = False
+    """Shard parameters over all ranks (FSDP2)."""
 
     def layout(self, devices: int) -> Layout:
-        return Layout(sequence=devices)
+        return _sequence.sequence_layout(devices, self.sequence_ranks)
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if cell.device == "cpu":
@@ -34,11 +41,12 @@ class ContextParallel(Strategy):
                 "torch's ring attention has kernels for GPUs only (flash, memory-efficient and"
                 " cuDNN attention); use one GPU per rank"
             )
-        if cell.sequence_length % (2 * cell.devices):
+        ranks = self.layout(cell.devices).sequence
+        if cell.sequence_length % (2 * ranks):
             raise Refused(
-                f"each of {cell.devices} ranks gets two equal parts of a sequence, but"
+                f"each of {ranks} ranks gets two equal parts of a sequence, but"
                 f" {cell.sequence_length} tokens do not divide evenly; use a multiple of"
-                f" {2 * cell.devices} as sequence_length"
+                f" {2 * ranks} as sequence_length"
             )
 
     def setup(self, job: Job) -> TrainStep:
@@ -48,17 +56,18 @@ class ContextParallel(Strategy):
         whole_positions = torch.arange(job.cell.sequence_length, device=job.device)[None]
         if job.layout.sequence == 1:
             # Keep the model's attention, which may not be causal.
-            return _sequence.averaging_step(job, model, whole_positions)
+            return _sequence.averaging_step(job, model, whole_positions, self.fsdp2)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.experimental import context_parallel
         from torch.distributed.tensor.experimental._attention import set_rotate_method
 
         set_rotate_method(self.pass_by)
-        mesh = init_device_mesh(job.device.type, (job.layout.sequence,))
+        shape, names = (job.layout.data, job.layout.sequence), ("data", "sequence")
+        mesh = init_device_mesh(job.device.type, shape, mesh_dim_names=names)["sequence"]
         _sequence.attend_by(model, "ring_attention", _sequence.even_attention)
         # Sharded in place with each batch, to hold the rank's token positions.
         positions = torch.empty(0, dtype=torch.long, device=job.device)
-        step = _sequence.averaging_step(job, model, positions)
+        step = _sequence.averaging_step(job, model, positions, self.fsdp2)
 
         def ring_step(batch: Batch) -> Tensor | None:
             positions.resize_(whole_positions.shape).copy_(whole_positions)
@@ -77,5 +86,9 @@ class ContextParallel(Strategy):
 
         return ring_step
 
+    @property
+    def shards_parameters(self) -> bool:
+        return self.fsdp2
+
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
-        return model_states(cell, facts)
+        return model_states(cell, facts, cell.devices if self.fsdp2 else 1)

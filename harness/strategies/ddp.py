@@ -47,11 +47,11 @@ class Ddp(Strategy):
         compiles=("block", "block_cudagraphs"),
         extra_optimizers=("adamw_8bit", "muon"),
         skips_parameters=True,
+        fused_loss=True,
     )
 
     bucket_cap_mb: float | None = Field(default=None, ge=0.001)
-    """Size of every gradient bucket in MiB. By default 1 for the first bucket and 25 for all
-    further ones."""
+    """Size of every gradient bucket in MiB; by default 1 for the first and 25 for the others."""
     static_graph: bool = False
     """Promise that every step uses the same parameters."""
     gradient_as_bucket_view: bool = False

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from deepspeed import DeepSpeedEngine
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
 
 class Deepspeed(ZeroOptions):
@@ -28,10 +29,17 @@ class Deepspeed(ZeroOptions):
 
     fp16 and bf16 are DeepSpeed's own: half weights, gradients summed and sent in half, fp32 masters
     of the rounded weights. Only stages 1 to 3 scale the fp16 loss. Offloaded states use its CPU
-    Adam: torch's AdamW up to rounding.
+    Adam: torch's AdamW up to rounding. Muon orthogonalises whole gradients in every stage; with it,
+    DeepSpeed 0.19.8 clips the orthogonalised updates, so cells with `clip_norm` are `diverged`.
     """
 
+    capabilities = dataclasses.replace(
+        ZeroOptions.capabilities, extra_optimizers=("muon",), fused_loss=True
+    )
+
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
+        if cell.optimizer == "muon":
+            return engines.MUON
         return EXACT if cell.precision == "fp32" else WHOLLY
 
     def reference(self, cell: Cell) -> Cell:
@@ -76,14 +84,13 @@ class Deepspeed(ZeroOptions):
         folder = engines.emptied_folder(job, self.folder)
         sizes = [p.numel() for p in model.parameters() if p.requires_grad]
         config = self.config(job.cell, job.layout, sizes, folder)
-        optimizer = engines.zero_optimizer(job, model, self.offload_optimizer != "none")
         groups = self.groups(job, model)
         engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=optimizer,
+            optimizer=self.optimizer(job, model),
             config=config,
             mpu=groups,
-            lr_scheduler=job.scheduler(optimizer),
+            lr_scheduler=None if job.cell.schedule == "constant" else job.scheduler,
         )
         if self.stage == 0:
             engines.undo_first_step(engine)
@@ -92,6 +99,10 @@ class Deepspeed(ZeroOptions):
 
     def build(self, job: Job) -> nn.Module:
         return job.model()
+
+    def optimizer(self, job: Job, model: nn.Module) -> Optimizer | Callable[..., Optimizer]:
+        """Returns the optimizer, or a function that makes it from the engine's parameters."""
+        return engines.zero_optimizer(job, model, self.offload_optimizer != "none")
 
     def groups(self, job: Job, model: nn.Module) -> ModuleType | None:
         """Returns DeepSpeed's `mpu`, which groups the ranks; None if all are data parallel."""
@@ -121,8 +132,9 @@ class Deepspeed(ZeroOptions):
     def shards_parameters(self) -> bool:
         return self.stage == 3
 
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
         """Returns the fullest rank's states: ZeRO's (section 3.1) plus what DeepSpeed 0.19.8 adds.
+        None for sharded Muon, whose momentum is whole for matrices that only begin on a rank.
 
         Stages 1 to 3 keep an fp32 master partition even for fp32 parameters (stage 3 fails to share
         it: it compares a device with its name). Stage 3 also keeps the partition's gradients and
@@ -139,6 +151,8 @@ class Deepspeed(ZeroOptions):
         if chosen.stage == 0:
             parameters, library = width * whole + frozen, buffers + 4 * whole
             return States(parameters, 0, 4 * moments * whole, library, (width + 4) * whole)
+        if cell.optimizer == "muon":
+            return None
         if chosen.stage == 3:
             states = self._states_3(cell, layout, facts)
             return dataclasses.replace(states, parameters=states.parameters + frozen / ranks)

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from harness.cell.errors import Refused, Unavailable
 from harness.cell.training import Layout, States, TrainStep
-from harness.seam import Cell, Export, Job, ModelFacts, Strategy
+from harness.seam import Capabilities, Cell, Export, Job, ModelFacts, Strategy
 from harness.seam.checkpoints import moments_by_torch, plain_name
 from harness.seam.formulas import fsdp_transient, model_states
 from harness.seam.job import sharded_loss_scaler, standard_step
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 class Fsdp1(Strategy):
     """FullyShardedDataParallel (FSDP1): each module gathered as one flat tensor when it runs."""
+
+    capabilities = Capabilities(fused_loss=True)
 
     sharding: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = "full_shard"
     """Free parameters after forward (ZeRO-3), keep them until backward (ZeRO-2), or shard within
@@ -64,7 +66,7 @@ class Fsdp1(Strategy):
         shapes = {name: p.ndim for name, p in whole.named_parameters()}
         model = FullyShardedDataParallel(
             whole,
-            device_mesh=shard_mesh(job, hybrid=self.sharding == "hybrid_shard"),
+            device_mesh=shard_mesh(job, 2 if self.sharding == "hybrid_shard" else 1),
             device_id=job.device,
             sharding_strategy=ShardingStrategy[self.sharding.upper()],
             auto_wrap_policy=wrap_policy(job, whole) if self.auto_wrap else None,
@@ -73,12 +75,8 @@ class Fsdp1(Strategy):
             use_orig_params=self.use_orig_params,
         )
 
-        # Shards are flat, whatever the parameter's shape.
-        matrices: dict[Tensor, bool] = {
-            p: shapes.get(plain_name(name), 0) >= 2 for name, p in model.named_parameters()
-        }
         job.recipe.clip = model.clip_grad_norm_
-        optimizer = job.optimizer(model.parameters(), matrices)
+        optimizer = job.optimizer(model.parameters(), matrices_of(model, shapes))
         registered = job.register(model, optimizer)
         registered.gather = lambda: summoned_parameters(model)
         registered.moments = lambda: moments_by_torch(model, optimizer)
@@ -111,6 +109,12 @@ class Fsdp1(Strategy):
     @property
     def zero_stage(self) -> int:
         return 2 if self.sharding == "shard_grad_op" else 3
+
+
+def matrices_of(model: nn.Module, shapes: Mapping[str, int]) -> dict[Tensor, bool]:
+    """Returns which parameters are matrices, by their numbers of dimensions in the plain model.
+    Shards are flat, whatever the parameter's shape."""
+    return {p: shapes.get(plain_name(name), 0) >= 2 for name, p in model.named_parameters()}
 
 
 def wrap_policy(job: Job, model: nn.Module) -> Callable[..., bool]:

@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
+
+from pydantic import Field
 
 from harness.cell.errors import Refused
 from harness.cell.training import EXACT, Layout, States, Tolerance, TrainStep
@@ -24,6 +26,7 @@ from harness.workloads import Workload, make_workload
 from harness.workloads.low_precision import store_as_floats
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
@@ -31,12 +34,14 @@ if TYPE_CHECKING:
 class Fsdp2(Strategy):
     """FSDP2 (`fully_shard`): parameters sharded individually and gathered block by block."""
 
-    capabilities = Capabilities(compiles=("block",), extra_optimizers=("muon",))
+    capabilities = Capabilities(compiles=("block",), extra_optimizers=("muon",), fused_loss=True)
 
     reshard_after_forward: bool = True
     """Free gathered parameters between forward and backward (ZeRO-3) or keep them (ZeRO-2)."""
     hybrid: bool = False
-    """Shard within each of 2 replicas and all-reduce between them."""
+    """Shard within each of several replicas and all-reduce between them (HSDP)."""
+    replicas: int = Field(default=2, ge=2)
+    """Number of replicas of hybrid sharding."""
     cpu_offload: bool = False
     """Keep shards, their gradients and the optimizer in host memory."""
     prefetch: bool = False
@@ -48,7 +53,9 @@ class Fsdp2(Strategy):
 
     def check(self, cell: Cell, workload: Workload) -> None:
         if self.hybrid:
-            check_hybrid(cell)
+            check_hybrid(cell, self.replicas)
+        elif "replicas" in cell.options:
+            raise Refused("replicas has no effect without hybrid: set hybrid=true, or leave it out")
         if self.mixed_precision and cell.precision != "bf16":
             raise Refused(
                 "mixed_precision of fsdp2 is bf16: set the cell's precision to bf16, not"
@@ -101,7 +108,7 @@ class Fsdp2(Strategy):
         host = fsdp.CPUOffloadPolicy(pin_memory=job.device.type == "cuda")
         shard = functools.partial(
             fsdp.fully_shard,
-            mesh=shard_mesh(job, self.hybrid),
+            mesh=shard_mesh(job, self.replicas if self.hybrid else 1),
             mp_policy=mixed if self.mixed_precision else fsdp.MixedPrecisionPolicy(),
             offload_policy=host if self.cpu_offload else fsdp.OffloadPolicy(),
         )
@@ -157,11 +164,20 @@ class Fsdp2(Strategy):
         again = whole * blocks / facts.parameters if self.reshard_after_forward else 0.0
         gathered = whole + again
         scattered = whole * (1 if self.no_sync else parts)
-        between = all_reduced(2, scattered / shards) if self.hybrid else 0.0
+        between = all_reduced(self.replicas, scattered / shards) if self.hybrid else 0.0
         return passed_once(shards, parts * gathered + scattered) + between
 
     def _shards(self, cell: Cell) -> int:
-        return cell.devices // 2 if self.hybrid else cell.devices
+        return cell.devices // (self.replicas if self.hybrid else 1)
+
+
+def shard_by_block(root: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Shards each block, and the rest with `root`, over a mesh, in place."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(root, mesh=mesh, reshard_after_forward=False)
 
 
 def prefetch_neighbours(blocks: Sequence[FSDPModule]) -> None:
@@ -182,19 +198,20 @@ def without_sync(root: FSDPModule, within_replicas: bool = False) -> Iterator[No
     root.set_requires_gradient_sync(True)
 
 
-def check_hybrid(cell: Cell) -> None:
-    if cell.devices < 4 or cell.devices % 2:
+def check_hybrid(cell: Cell, replicas: int = 2) -> None:
+    if cell.devices < 2 * replicas or cell.devices % replicas:
         raise Refused(
-            "hybrid sharding makes 2 replicas of at least 2 shards each: it needs 4, 6, 8 ..."
-            f" devices, not {cell.devices}"
+            f"hybrid sharding makes {replicas} replicas of at least 2 shards each: it needs a"
+            f" multiple of {replicas} devices, at least {2 * replicas}, not {cell.devices}"
         )
 
 
-def shard_mesh(job: Job, hybrid: bool) -> DeviceMesh:
-    """Returns a mesh of shards or, if hybrid, (2 replicas, shards)."""
+def shard_mesh(job: Job, replicas: int = 1) -> DeviceMesh:
+    """Returns a mesh of shards or, with several replicas, (replicas, shards)."""
     from torch.distributed.device_mesh import init_device_mesh
 
     devices, kind = job.cell.devices, job.device.type
-    if hybrid:
-        return init_device_mesh(kind, (2, devices // 2), mesh_dim_names=("replicate", "shard"))
+    if replicas > 1:
+        shape = (replicas, devices // replicas)
+        return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(kind, (devices,), mesh_dim_names=("shard",))

@@ -14,6 +14,7 @@ class Single(Strategy):
         max_devices=1,
         compiles=("block", "block_cudagraphs"),
         extra_optimizers=("adamw_8bit", "muon"),
+        fused_loss=True,
     )
 
     def export(self, cell: Cell, to: str) -> Export | None:

@@ -10,6 +10,7 @@ from pydantic import Field
 from harness.cell.errors import Refused
 from harness.cell.training import Layout, States
 from harness.seam import Cell, Export, Job, ModelFacts
+from harness.strategies._deepspeed_zero import ZeroOptions
 from harness.strategies.deepspeed import Deepspeed
 from harness.workloads import Workload, make_workload
 
@@ -26,6 +27,8 @@ class TiledLinear(Deepspeed):
     ZeRO-3 alone gathers whole layers, so a layer must fit in memory with its gradient; tiled, only
     a tile must.
     """
+
+    capabilities = ZeroOptions.capabilities
 
     stage: Literal[3] = 3
     """ZeRO stage; only stage 3 gathers tiles one by one."""
@@ -56,7 +59,7 @@ class TiledLinear(Deepspeed):
     def whole(self, engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
         return join_tiles(engine.module, super().whole(engine))
 
-    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States:
+    def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
         tiled = self.partitioned(make_workload(cell.workload), facts)
         return super().states(cell, layout, tiled)
 

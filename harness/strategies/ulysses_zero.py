@@ -9,6 +9,7 @@ from harness.cell.training import Layout, TrainStep
 from harness.seam import Cell, Export, Job, ModelFacts
 from harness.strategies import _deepspeed_engine as engines
 from harness.strategies import _sequence
+from harness.strategies._deepspeed_zero import ZeroOptions
 from harness.strategies.deepspeed import Deepspeed
 from harness.workloads import Workload
 
@@ -25,7 +26,7 @@ class UlyssesZero(Deepspeed):
     Attention exchanges tokens for heads (arXiv 2309.14509).
     """
 
-    capabilities = dataclasses.replace(Deepspeed.capabilities, precisions=("fp32", "bf16"))
+    capabilities = dataclasses.replace(ZeroOptions.capabilities, precisions=("fp32", "bf16"))
 
     sequence_ranks: int | None = Field(default=None, ge=1)
     """Number of neighbouring ranks that share each sample's tokens; by default all ranks. Groups

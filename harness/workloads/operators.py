@@ -16,6 +16,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from harness.workloads.catalog import make_workload
 from harness.workloads.counts import count_apart, fake_or_real, initialises_cuda
+from harness.workloads.fused_loss import fused_head, loss_of
 from harness.workloads.recompute import products, recompute_blocks
 
 if TYPE_CHECKING:
@@ -88,11 +89,13 @@ def activation_bytes(
     precision: str = "fp32",
     tensor_ranks: int = 1,
     sequence_parallel: bool = False,
+    loss: str = "plain",
 ) -> int:
     """Returns peak bytes of saved and temporary tensors in forward, loss and backward, without
     parameters, buffers and parameter gradients. `precision`: fp32, or the precision of autocast.
-    `tensor_ranks` split each layer of a block and, with `sequence_parallel`, the sequence."""
-    size, split = (samples, sequence_length, recompute), (tensor_ranks, sequence_parallel)
+    `tensor_ranks` split each layer of a block and, with `sequence_parallel`, the sequence.
+    `loss`: see `Cell.loss`."""
+    size, split = (samples, sequence_length, recompute), (tensor_ranks, sequence_parallel, loss)
     counted = _over_blocks(
         workload, lambda model: activation_bytes(model, *size, precision, *split)
     )
@@ -100,7 +103,7 @@ def activation_bytes(
         return counted
     if initialises_cuda(workload):
         return count_apart(activation_bytes, workload, *size, precision, *split)
-    return observe_training(workload, *size, Held, precision, *split).most()
+    return observe_training(workload, size[:2], recompute, Held, precision, *split).most()
 
 
 def activations_by_depth(
@@ -148,20 +151,21 @@ def _operations(
     workload: Workload, sequence_length: int, recompute: str, whole_blocks: bool
 ) -> int:
     with set_checkpoint_early_stop(not whole_blocks):
-        return observe_training(workload, 1, sequence_length, recompute, FlopCounter).flops
+        return observe_training(workload, (1, sequence_length), recompute, FlopCounter).flops
 
 
 def observe_training(
     workload: Workload,
-    samples: int,
-    sequence_length: int,
+    size: tuple[int, int],
     recompute: str,
     make_observer: Callable[[], Observer],
     precision: str = "fp32",
     tensor_ranks: int = 1,
     sequence_parallel: bool = False,
+    loss: str = "plain",
 ) -> Observer:
-    """Runs forward, loss and backward under a new observer, and returns it.
+    """Runs forward, loss and backward of a `size` of samples and tokens under a new observer, and
+    returns it.
 
     Uses autocast unless in fp32, and fake zeros unless a user's model needs real tensors.
     """
@@ -177,15 +181,17 @@ def observe_training(
             logits = workload.split.logits if sequence_parallel else logits
         if recompute != "none":
             recompute_blocks(model, workload.blocks_of(model), recompute)
-        inputs, labels = workload.sample(samples, sequence_length)
+        inputs, labels = workload.sample(*size)
+        if head := fused_head(model, loss):
+            head.labels = labels
         observer.watch(model)
         with observer:
             with torch.autocast("cpu", half, enabled=half is not None):
-                loss = workload.loss(logits(model, inputs), labels)
-            loss.backward()
+                total = loss_of(loss, workload, logits(model, inputs), labels, None)
+            total.backward()
         return observer
 
-    return fake_or_real(workload, sequence_length, train)
+    return fake_or_real(workload, size[1], train)
 
 
 class Held(OperatorObserver):

@@ -101,6 +101,22 @@ def recompute_blocks(model: nn.Module, blocks: Sequence[nn.Module], recompute: s
         block.__class__ = kinds[kind]
 
 
+def offload_blocks(blocks: Sequence[nn.Module], pinned: bool) -> None:
+    """Makes blocks keep what backward needs in host memory, in place, recomputed or not.
+
+    torch's `save_on_cpu` copies whatever is saved, weights included. A tensor that it kept on the
+    device would be overwritten if the library reuses its memory.
+    """
+    from torch.autograd.graph import save_on_cpu
+
+    def offloaded(forward: Callable[..., object], *args: object, **kwargs: object) -> object:
+        with save_on_cpu(pin_memory=pinned):
+            return forward(*args, **kwargs)
+
+    for block in blocks:
+        block.forward = functools.partial(offloaded, block.forward)
+
+
 def _checkpointed(kind: type[nn.Module], run: Callable[..., object]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         block = functools.partial(kind.forward, self)

@@ -298,7 +298,7 @@ SETS: Sets = [
     ("trainer", "torchrun", {"micro_batches": 2}),
     ("trainer", "torchrun", {"options": {"engine": "zero3"}}),
     ("diloco", "torchrun", {}),
-    ("deepspeed_moe", "torchrun", {"workload": "mixtral-nano"}),
+    ("deepspeed_auto", "torchrun", {"workload": "mixtral-nano", "options": {"split": "experts"}}),
     ("parameter_server", "torchrun", {"options": {"mode": "synchronous", "transport": "tcp"}}),
     ("accelerate", "accelerate", {"options": {"engine": "zero3"}, "micro_batches": 2}),
     ("deepspeed", "accelerate", {"options": {"stage": 1}}),

@@ -33,7 +33,15 @@ WRONG: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
             *("rate_3_percent_off", "gradients_in_bf16", "moments_in_bf16"),
         ),
     ),
-    "muon, FSDP2": ("fsdp2", MUON, ("no_nesterov", "no_decay_by_muon")),
+    "muon, FSDP2": ("fsdp2", MUON, ("each_shard_alone", "no_nesterov", "no_decay_by_muon")),
+    **{
+        f"muon, DeepSpeed ZeRO-{stage}": (
+            "deepspeed",
+            MUON | {"options": {"stage": stage}},
+            ("each_shard_alone", "other_momentum", "half_decay", "rate_3_percent_off"),
+        )
+        for stage in (1, 2, 3)
+    },
     "muon, bf16": (
         "ddp",
         MUON | BF16,
@@ -117,6 +125,9 @@ RIGHT: list[tuple[str, dict[str, Any]]] = [
     ("ddp", MUON),
     ("ddp", MUON | {"micro_batches": 4, "seed": 1}),
     ("fsdp2", MUON | {"seed": 2}),
+    *(("deepspeed", MUON | {"options": {"stage": stage}}) for stage in (0, 1, 2, 3)),
+    ("deepspeed", MUON | {"options": {"stage": 2}, "seed": 1, "micro_batches": 2}),
+    ("deepspeed", MUON | {"options": {"stage": 3}, "seed": 2, "decay": "matrices"}),
     ("ddp", MUON | BF16),
     ("fsdp2", MUON | BF16 | {"seed": 1, "micro_batches": 2}),
     ("ddp", EIGHT_BITS),

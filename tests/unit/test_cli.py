@@ -171,7 +171,7 @@ def test_the_list_has_all_kinds_of_pretrained_models() -> None:
 def test_doctor_says_what_each_strategy_lacks() -> None:
     found = json.loads(here("doctor", "--json").stdout)
     assert {"devices", "libraries", "compiled_ops", "links", "strategies"} <= set(found)
-    assert {found["strategies"][name] for name in ("ddp", "three_d", "deepspeed_moe")} == {"ready"}
+    assert {found["strategies"][name] for name in ("ddp", "three_d", "deepspeed_auto")} == {"ready"}
     assert not [text for text in found["strategies"].values() if "resnet" in text]
     for part in ("Horovod's controller gloo", "DeepSpeed's cpu_adam"):
         state = found["compiled_ops"].get(part, "built")

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from harness.cell.cell import Cell
 from harness.cell.errors import Refused, Unavailable
@@ -93,6 +92,9 @@ def test_the_report_begins_with_the_least_balanced_experts(tmp_path: Path) -> No
     assert drawn.index("odd x2") < drawn.index("even x2")
 
 
+EXPERTS: dict[str, Any] = {"options": {"split": "experts"}}
+
+
 @needs_meshes
 @pytest.mark.parametrize(
     ("strategy", "workload", "devices", "axes", "reason"),
@@ -104,8 +106,8 @@ def test_the_report_begins_with_the_least_balanced_experts(tmp_path: Path) -> No
         ("distributed_config", "mixtral-nano", 1, {}, "at least 2 devices"),
         ("distributed_config", "resnet-micro", 2, {}, "without a suffix"),
         ("distributed_config", "gpt2-nano", 2, {"options": {"tensor": 2}}, "no tensor-parallel"),
-        ("deepspeed_moe", "llama-nano", 2, {}, "has no experts that DeepSpeed could divide"),
-        ("deepspeed_moe", "mixtral-nano", 3, {}, "3 devices are not divisible by expert 2"),
+        ("deepspeed_auto", "llama-nano", 2, EXPERTS, "has no experts that DeepSpeed could divide"),
+        ("deepspeed_auto", "mixtral-nano", 3, EXPERTS, "3 devices are not divisible by ranks 2"),
         ("parallelism_config", "llama-nano", 2, {"options": {"replicas": 2}}, "1 device each"),
     ],
 )
@@ -167,46 +169,6 @@ def test_a_mesh_of_the_hosts_accelerator_is_no_mesh_of_cpus(
     job: Any = SimpleNamespace(device=torch.device("cpu"), model=lambda recompute: None)
     with pytest.raises(RuntimeError, match=r"cuda devices for a cell on cpu.*CUDA_VISIBLE_DEVICES"):
         mesh.load(job, mesh.MeshSizes(1, 2, 1))
-
-
-@pytest.mark.parametrize("workload", ["mixtral-nano", "qwen3-moe-nano"])
-def test_deepspeeds_layer_computes_what_transformers_does(workload: str) -> None:
-    """Forward and gradients agree even if one expert gets most tokens. By default, DeepSpeed drops
-    tokens beyond its capacity and draws second experts at random."""
-    pytest.importorskip("deepspeed")
-    from harness.strategies._deepspeed_moe import Mixture
-
-    model = make_workload(workload).build(0)
-    own: Any = model.get_submodule("model.layers.0.mlp")
-    with torch.no_grad():
-        own.gate.weight.normal_(std=0.5, generator=torch.Generator().manual_seed(1))
-        own.gate.weight[0] *= 4
-    other = Mixture(own, ranks=1, first=0, experts_per_token=2)
-    hidden = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(2))
-    outputs = [mixture(hidden) for mixture in (own, other)]
-    torch.testing.assert_close(*outputs)
-    for output in outputs:
-        F.mse_loss(output, torch.ones_like(output)).backward()
-    torch.testing.assert_close(own.gate.weight.grad, other.router.grad)
-    stacked = torch.stack([expert.down_proj.grad for expert in other.local_experts])
-    torch.testing.assert_close(own.experts.down_proj.grad, stacked)
-
-
-def test_deepspeed_has_a_rank_where_its_experts_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("deepspeed")
-    from harness.strategies import _deepspeed_moe as moe
-
-    workload = make_workload("mixtral-nano")
-    model = workload.build(0)
-    mixtures = moe.replace_mixtures(model, workload, ranks=2, rank=1)
-    assert [mixture.first for mixture in mixtures.values()] == [2, 2]
-    for place in (1, 0):
-        monkeypatch.setattr(moe.groups, "_get_expert_parallel_rank", lambda name, at=place: at)
-        if place == 1:
-            moe.check_groups(mixtures)
-            continue
-        with pytest.raises(RuntimeError, match="was given the experts from 2 on"):
-            moe.check_groups(mixtures)
 
 
 @needs_meshes

@@ -59,7 +59,7 @@ def local_from(step: int) -> Axes:
         ("pipeline", EXPERTS, BALANCED),
         ("three_d", EXPERTS | ONE_STAGE, BALANCED),
         ("ulysses", EXPERTS, BALANCED),
-        ("deepspeed_moe", EXPERTS, BALANCED),
+        ("deepspeed_auto", EXPERTS | {"options": {"split": "experts"}}, BALANCED),
         ("ddp", BERT, PACKED),
         ("pipeline", {"micro_batches": 2}, PACKED),
         ("pipeline", {"devices": 1}, PACKED),

@@ -120,7 +120,7 @@ def test_a_starting_point_in_host_memory_is_not_on_the_gpu() -> None:
 
 @pytest.mark.parametrize(
     "one",
-    [cell("deepspeed"), cell("deepspeed_moe", workload="mixtral-nano", options={"expert": 1})],
+    [cell("deepspeed")],
     ids=lambda one: str(one.strategy),
 )
 def test_half_weights_without_zero_keep_half_moments(one: Cell) -> None:

@@ -33,6 +33,8 @@ class Mistaken(Strategy):
             hooks.register_optimizer_step_pre_hook(_only_inner(before, self.from_step))
         if after := AFTER.get(self.mistake):
             hooks.register_optimizer_step_post_hook(_only_inner(after, self.from_step))
+        if self.mistake == "each_shard_alone":
+            orthogonalise_shards(job.cell.devices)
         if change := MODELS.get(self.mistake):
             build = job.model
 
@@ -68,11 +70,35 @@ class MistakenSyncBatchNorm(Mistaken, SyncBatchNorm):
     """Synchronised BatchNorm with a planted mistake."""
 
 
+INNER = ("AdamW", "SGD", "Muon", "MuonWithAuxAdam", "AdamW8bit", "DeepSpeedCPUAdam")
+"""Optimizers that update parameters themselves, if only partly."""
+
+
+def orthogonalise_shards(ranks: int) -> None:
+    """Makes Muon orthogonalise each rank's rows of a matrix by themselves."""
+    import torch
+    from deepspeed.runtime.zero.muon import original_muon
+    from torch.optim import _muon
+
+    of_whole, of_zero = _muon._zeropower_via_newtonschulz, original_muon.muon_update
+
+    def of_shard(update: Any, *settings: Any) -> Any:
+        found = of_whole(_local(update), *settings)
+        return type(update).from_local(found, update.device_mesh, update.placements)
+
+    def of_rows(gradient: Any, momentum: Any, *settings: Any, **named: Any) -> Any:
+        parts = list(zip(gradient.chunk(ranks), momentum.chunk(ranks), strict=True))
+        return torch.cat([of_zero(part.clone(), m, *settings, **named) for part, m in parts])
+
+    _muon._zeropower_via_newtonschulz = of_shard
+    original_muon.muon_update = of_rows
+
+
 def _only_inner(change: Change, from_step: int) -> Callable[..., None]:
     """Returns a hook that skips optimizers that only call others, as for Muon with AdamW."""
 
     def hook(optimizer: Any, *_: Any) -> None:
-        if type(optimizer).__name__ in ("AdamW", "SGD", "Muon", "AdamW8bit", "DeepSpeedCPUAdam"):
+        if type(optimizer).__name__ in INNER:
             taken = optimizer.__dict__.get("steps taken", 0)
             optimizer.__dict__["steps taken"] = taken + 1
             if taken >= from_step:
@@ -208,7 +234,7 @@ BEFORE: dict[str, Change] = {
     "rate_3_percent_off": rate(1.03),
     "rate_1_percent_off": rate(1.01),
     "no_nesterov": setting("nesterov", lambda right: False, "Muon"),
-    "other_momentum": setting("momentum", lambda right: 0.9, "Muon"),
+    "other_momentum": setting("momentum", lambda right: 0.9),
     "momentum_1_percent_off": setting("momentum", lambda right: 0.94, "Muon"),
     "no_decay_by_muon": setting("weight_decay", lambda right: 0.0, "Muon"),
     "fewer_iterations": setting("ns_steps", lambda right: 4, "Muon"),
