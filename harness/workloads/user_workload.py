@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import math
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -199,6 +200,11 @@ class UserWorkload(Workload):
         if hasattr(self.user, "batch"):
             return self.user.batch(torch.tensor(samples, device="cpu"))
         dataset = self.user.dataset
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            kind = type(dataset).__name__
+            self.reject(
+                f"its dataset must have len(dataset) and dataset[number]; {kind} lacks them"
+            )
         collate = getattr(self.user, "collate", default_collate)
         return collate([dataset[sample % len(dataset)] for sample in samples])
 
@@ -331,6 +337,8 @@ class UserWorkload(Workload):
             self.reject("build() returned a model without trainable parameters")
         if large:
             return True
+        if any(p.is_meta for p in parameters):
+            self.reject("build() returned parameters on the meta device, which have no values")
         again = self.build(0)
         if not all(torch.equal(a, b) for a, b in zip(parameters, again.parameters(), strict=True)):
             self.reject(
@@ -361,6 +369,8 @@ class UserWorkload(Workload):
 
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             first, second_call = losses(0, 1), losses(0, 2)
+            if not math.isfinite(first):
+                self.reject(f"its first loss is {first}, so its training cannot be compared")
             others = [losses(seed, 1) for seed in range(1, 4)]
             if losses_differ(first, losses(0, 1), REPEATED_WITHIN):
                 self.reject(
