@@ -320,7 +320,8 @@ def ordered(kinds: Sequence[str], count: int, chance: random.Random) -> list[str
     """Returns `count` faults, every kind once before any repeats, a fifth of them pairs."""
     pairs = [kind for kind in kinds if kind in PAIRS]
     single = [kind for kind in kinds if kind not in PAIRS]
-    number = round(count / 5) if single and pairs else count if pairs else 0
+    number = max(round(count / 5), min(count - len(single), len(pairs))) if pairs else 0
+    number = number if single else count
     names = [*_repeated(pairs, number, chance), *_repeated(single, count - number, chance)]
     return chance.sample(names, len(names))
 
