@@ -184,6 +184,7 @@ def webhook() -> Iterator[tuple[list[str], str]]:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(900)
 def test_a_night_that_became_slower_is_found_and_one_that_did_not_is_quiet(
     slurm: Slurm, bench: Bench, webhook: tuple[list[str], str]
 ) -> None:
