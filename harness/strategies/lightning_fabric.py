@@ -55,9 +55,7 @@ class LightningFabric(Strategy):
         if self.engine == "fsdp1" and cell.device == "cpu":
             raise Unavailable("Fabric has FSDP on GPUs only; use engine model_parallel, or fsdp1")
         if self.engine == "fsdp1" and cell.precision != "fp32":
-            raise Refused(
-                "no reference reduces in bf16 as Fabric's FSDP: use fp32, or engine ddp"
-            )
+            raise Refused("no reference reduces in bf16 as Fabric's FSDP: use fp32, or engine ddp")
 
     def ddp_equivalent_of(self, cell: Cell) -> str | None:
         return "Lightning Fabric" if self.engine == "ddp" else None

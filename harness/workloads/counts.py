@@ -184,7 +184,12 @@ def _counted(workload: Workload, sequence_length: int | None) -> ModelFacts:
     model = workload.countable().build(seed=0, saved_weights=False)
     flops = 0
     if sequence_length is not None:
-        flops = model_flops(model, lambda: workload.counted(model, sequence_length))
+        try:
+            flops = model_flops(model, lambda: workload.counted(model, sequence_length))
+        except RuntimeError as error:
+            # torch's counter fails if forward calls autograd.grad, as gradient penalties do.
+            if workload.kind != "custom" or "_will_engine_execute_node" not in str(error):
+                raise
         flops //= workload.counted_samples
     parameter_bytes, buffer_bytes, scale_bytes = workload.stored_bytes(model)
     named = dict(model.named_parameters())

@@ -157,3 +157,24 @@ def test_blocks_are_shown_and_chosen_by_name(tmp_path: Path) -> None:
     assert torch.isfinite(other.loss(other.logits(model, inputs), labels))
     with pytest.raises(UsageError, match="its lists of modules are: blocks, others"):
         make_workload(f"{workload.name}+blocks=layers")
+
+
+def test_gradients_within_forward_are_counted_as_unknown(tmp_path: Path) -> None:
+    text = f"""
+        def build(self):
+            class Penalised(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.first = nn.Linear(4, 3)
+                def forward(self, x):
+                    with torch.enable_grad():
+                        x = x.detach().requires_grad_()
+                        out = self.first(x).tanh()
+                        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+                    return out + slope.square().sum(1, keepdim=True)
+            return Penalised()
+{VECTORS}
+    """
+    facts = model_facts(made(tmp_path, text), 64)
+    assert facts.parameters == 15
+    assert facts.flops_per_sample == 0
