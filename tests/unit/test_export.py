@@ -44,7 +44,7 @@ BY_TORCH = {
     *("single", "ddp", "fsdp1", "fsdp2", "zero_redundancy", "deepspeed", "ulysses", "ulysses_zero"),
     *("tensor", "pipeline", "three_d", "amp", "collectives", "post_local_sgd", "vertical"),
     *("parameter_server", "fairscale_oss", "deepspeed_pipeline", "tiled_linear", "trainer"),
-    *("ddp_elastic", "diloco"),
+    *("ddp_elastic", "diloco", "deepspeed_auto"),
     *("data_parallel", "sync_batch_norm"),
     *(["distributed_config"] if DIVIDES_RANKS else []),  # else the cell is refused
 }
@@ -105,7 +105,9 @@ def test_every_export_is_complete_and_readable(tmp_path: Path) -> None:
         seen.add((cell.strategy, to))
     expected = {(strategy, to) for strategy in BY_TORCH for to in ("torchrun", "slurm")}
     expected |= {(s, "accelerate") for s in ("ddp", "fsdp2", "deepspeed", "accelerate")}
-    expected |= {(s, "deepspeed") for s in ("deepspeed", "tiled_linear", "ulysses_zero")}
+    expected |= {
+        (s, "deepspeed") for s in ("deepspeed", "deepspeed_auto", "tiled_linear", "ulysses_zero")
+    }
     expected |= {
         ("ddp", "spawn"),
         ("horovod", "mpirun"),
