@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from bench.cli import options as opt
-from bench.cluster import Target
 from bench.run_options import command_line
 from harness.cell.errors import UsageError, plural
 
@@ -54,9 +53,6 @@ SiteFile: TypeAlias = Annotated[
         help="Site file; by default $PARALLELISM_BENCH_SITE, else slurm/site.yaml.",
     ),
 ]
-To: TypeAlias = Annotated[
-    Target, typer.Option("--to", help="Scheduler to submit to, or to write manifests for.")
-]
 JobOrRun: TypeAlias = Annotated[
     str,
     typer.Argument(metavar="JOB|RUN", help="SLURM job or id of a run; by default the newest run."),
@@ -65,7 +61,6 @@ JobOrRun: TypeAlias = Annotated[
 
 def submit(
     site: SiteFile = None,
-    to: To = Target.SLURM,
     matrix: opt.Matrix = "",
     nodes: opt.Nodes = None,
     gpus: GpusPerNode = None,
@@ -84,9 +79,9 @@ def submit(
     dry_run: opt.DryRun = False,
     json_output: opt.Json = False,
 ) -> None:
-    """Submit a matrix as a SLURM job, or write manifests for Kubernetes, TrainJob or SkyPilot.
+    """Submit a matrix as a SLURM job.
 
-    --dry-run prints the batch script or the manifests.
+    --dry-run prints the batch script.
 
     Example: [bold]python -m bench submit --matrix full --nodes 2 --dry-run[/bold]
     """
@@ -100,17 +95,12 @@ def submit(
     here = read_site(
         site, nodes=nodes, gpus_per_node=gpus, partition=partition, account=account, time=time
     )
-    if to is not Target.SLURM and (nightly or array):
-        raise UsageError(f"--nightly and --array are for SLURM, not for --to {to.value}")
     if nightly and (array or run_id):
         raise UsageError("a nightly job makes one new run: leave --array and --run out")
     options = command_line(only=only, skip=skip, settings=settings, trials=trials, report=report)
     matrix = _readable(matrix or (here.nightly.matrix if nightly else ""))
     name = "" if nightly else run_id or new_run_id()
-    job = ClusterJob(matrix, name, results.resolve(), tuple(options), array, nightly, to.value)
-    if to is not Target.SLURM:
-        _write_manifests(to, here, job, dry_run, json_output)
-        return
+    job = ClusterJob(matrix, name, results.resolve(), tuple(options), array, nightly)
     if without := here.without_gpus():
         print(f"note: {without}", file=sys.stderr)
     if nightly:
@@ -137,29 +127,6 @@ def _prepare_nights(site: Site, job: ClusterJob, dry_run: bool) -> None:
         write_atomically(nights.folder / "site.json", site.nightly.model_dump_json())
         for lost in nights.unreported():
             report_night(nights, lost)
-
-
-def _write_manifests(
-    target: Target, site: Site, job: ClusterJob, dry_run: bool, json_output: bool
-) -> None:
-    from bench.cluster.jobs import manifests, start_command
-
-    if "/" in job.matrix:
-        raise UsageError(
-            f"--matrix {job.matrix}: the image has only the suite's own matrices; see: python -m"
-            " bench list matrices"
-        )
-    text, file = manifests(target, site, job), job.folder / "manifests.yaml"
-    start = start_command(target, str(file))
-    if not dry_run:
-        job.folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    if json_output:
-        print(json.dumps({"run_id": job.run_id, "manifests": text, "start": start}))
-    elif dry_run:
-        print(text, end="")
-    else:
-        print(f"run {job.run_id}: start it with: {start}")
 
 
 def _submit(site: Site, job: ClusterJob, json_output: bool) -> None:

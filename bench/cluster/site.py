@@ -52,33 +52,8 @@ class Nightly(BaseModel):
     notify: Notify = Field(default_factory=Notify)
 
 
-class Pods(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
-
-    image: str = ""
-    """Image that has the suite."""
-    folder: str = "/opt/parallelism-bench"
-    """Checkout in the image."""
-    results: str = "/results"
-    """Folder for results on node 0."""
-    claim: str = ""
-    """PersistentVolumeClaim of that folder, for Kubernetes."""
-    secret: str = "parallelism-bench-key"
-    """Secret whose entry `key` is the run's key: `openssl rand -hex 32`."""
-    gpu_resource: str = "nvidia.com/gpu"
-    """Name of a GPU among Kubernetes resources."""
-    accelerator: str = ""
-    """SkyPilot's name of the GPU, such as `H100`."""
-    runtime: str = "torch-distributed"
-    """Kubeflow runtime of the TrainJob."""
-    port: int = Field(default=29400, ge=1, le=65535)
-    """Port on which the coordinator listens."""
-    wait_seconds: int = Field(default=1800, ge=1)
-    """Seconds to wait for all nodes."""
-
-
 class Site(BaseModel):
-    """Settings of one cluster. The defaults are SLURM's; `pods` has settings for other targets."""
+    """Settings of one cluster. The defaults are SLURM's."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
 
@@ -126,8 +101,6 @@ class Site(BaseModel):
     """Maximum number of requeues. Without it, a trial longer than the limit would requeue
     forever."""
     nightly: Nightly = Field(default_factory=Nightly)
-    pods: Pods = Field(default_factory=Pods)
-    """Settings for Kubernetes, TrainJob and SkyPilot."""
 
     @field_validator("gpu_directive")
     @classmethod

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster.site import Nightly, Notify, Pods, Site
+from bench.cluster.site import Nightly, Notify, Site
 from bench.matrix import matrix_names, read_matrix
 from harness.host.gpu_models import gpu_models
 from harness.record.files import TABLES
@@ -111,7 +111,7 @@ def matrix_table() -> list[str]:
 
 def site_table() -> list[str]:
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    sections = {"": Site, "nightly.": Nightly, "nightly.notify.": Notify, "pods.": Pods}
+    sections = {"": Site, "nightly.": Nightly, "nightly.notify.": Notify}
     for prefix, model in sections.items():
         for name, field in model.model_fields.items():
             if name in ("nightly", "notify", "pods"):
