@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.host.packages import REQUIREMENTS, TRAINING, unmet
+from harness.host.packages import REQUIREMENTS, TRAINING, UNTRIED, unmet
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "results" / "reference"
@@ -148,6 +148,7 @@ def test_a_version_that_is_too_old_counts_as_missing(
 ) -> None:
     monkeypatch.syspath_prepend(older(tmp_path, package, version).partition(":")[0])
     monkeypatch.delitem(sys.modules, package, raising=False)
+    monkeypatch.delenv(UNTRIED, raising=False)
     need = (REQUIREMENTS | TRAINING)[package]
     assert unmet({package: need}) == ([] if enough else [(need, version)])
 
