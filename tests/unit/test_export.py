@@ -199,7 +199,7 @@ def test_the_documents_table_is_right() -> None:
 @pytest.mark.parametrize(
     ("cell", "to", "said"),
     [
-        (small("fsdp1"), "deepspeed", "to deepspeed; it has one to torchrun.*: deepspeed, deep"),
+        (small("fsdp1"), "deepspeed", "to deepspeed; it has one to torchrun.*: deepspeed, tiled"),
         (small("data_parallel"), "torchrun", "and these have one to torchrun"),
         (
             small("three_d", workload="gpt2-nano", devices=4, micro_batches=2),
