@@ -64,7 +64,7 @@ class DeepspeedAuto(Deepspeed):
                 " qwen3-moe workload without a suffix"
             )
         plain = not (workload.suffixes or workload.experts or workload.kind == "image")
-        if self.tensor > 1 and not (plain and plans_of(workload).tensor):
+        if self.tensor > 1 and not (plain and not workload.tied and plans_of(workload).tensor):
             raise Refused(
                 f"transformers has no plan to split {workload.name}, or one that DeepSpeed is not"
                 " known to follow; use a llama workload without a suffix"
@@ -128,7 +128,9 @@ class DeepspeedAuto(Deepspeed):
 
         def share(name: str) -> float:
             if self.tensor > 1:
-                return 1 / self.tensor if plans_of(workload).style(name) else 1
+                # DeepSpeed splits no embedding, unless it is tied to the head.
+                style = plans_of(workload).style(name) or "embedding"
+                return 1 if style.startswith("embedding") else 1 / self.tensor
             return 1 / self.expert if f"{workload.mixture_path}.experts." in name else 1
 
         part = facts_of_part(facts, share)

@@ -135,8 +135,7 @@ class LightningFabric(Strategy):
         return self.like.accumulates_whole_gradients
 
     def states(self, cell: Cell, layout: Layout, facts: ModelFacts) -> States | None:
-        """Returns the states of `like`; None for model_parallel, which keeps more than FSDP2."""
-        return None if self.engine == "model_parallel" else self.like.states(cell, layout, facts)
+        return self.like.states(cell, layout, facts)
 
     def traffic(self, cell: Cell, layout: Layout, facts: ModelFacts) -> float | None:
         return self.like.traffic(cell, layout, facts)
