@@ -169,6 +169,12 @@ class ZeroOptions(Strategy):
                 f"DeepSpeed's stages 1 to 3 update fp32 masters, and {workload.name} has none: use"
                 f" {workload.in_fp32} with precision {workload.arithmetic}"
             )
+        if self.stage > 1 and workload.repeated:
+            raise Refused(
+                f"DeepSpeed reduces the gradient of {workload.repeated[0]} before all its parts are"
+                " there, as the module runs several times in reentrant checkpoints: use"
+                " use_reentrant=False, stage 1, or ddp"
+            )
         if cell.precision != "fp32" and workload.kind in ("image", "speech"):
             raise Refused(
                 "DeepSpeed keeps images, spectra and BatchNorm's statistics in fp32 but weights in"

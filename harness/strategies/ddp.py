@@ -157,7 +157,7 @@ def wrap_in_ddp(
         model,
         device_ids=[job.device] if job.device.type == "cuda" else None,
         bucket_cap_mb=bucket_cap_mb,
-        static_graph=static_graph or job.workload.reentrant,
+        static_graph=static_graph or bool(job.workload.repeated),
         find_unused_parameters=bool(job.workload.skipped),
         gradient_as_bucket_view=gradient_as_bucket_view,
     )

@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
-from unittest import mock
 
 from harness.cell.durable import read_cached, write_cached
 from harness.cell.yaml_text import parsed
@@ -30,7 +29,7 @@ class Used:
 
     unused: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
-    reentrant: bool = False
+    repeated: tuple[str, ...] = ()
 
 
 def find_used(
@@ -40,7 +39,7 @@ def find_used(
     cannot be trained, which `require_trainable` explains, or not in torch's fake mode."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    file = cache_file("used", workload, "1")
+    file = cache_file("used", workload, "2")
     if text := read_cached(file):
         return parsed(Used, text)
     try:
@@ -53,22 +52,21 @@ def find_used(
 
 
 def _find(model: nn.Module, loss: Callable[[nn.Module, list[int]], Tensor]) -> Used:
-    from torch.utils import checkpoint
-
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    losses: Counter[str] = Counter()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    added, losses, repeated = Counter[str](), Counter[str](), set[str]()
+    for name, parameter in trained.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: added.update([name]))
     pairs = 0
-    apply = checkpoint.CheckpointFunction.apply
-    with mock.patch.object(checkpoint.CheckpointFunction, "apply", side_effect=apply) as calls:
-        for sample in range(0, TRIED_SAMPLES, 2):
-            model.zero_grad(set_to_none=True)
-            loss(model, [sample, sample + 1]).backward()
-            losses.update(n for n, p in model.named_parameters() if p.grad is not None)
-            pairs += 1
-            if len(losses) == len(trained):
-                break
+    for sample in range(0, TRIED_SAMPLES, 2):
+        added.clear()
+        loss(model, [sample, sample + 1]).backward()
+        repeated |= {name for name in added if added[name] > 1}
+        losses.update(added.keys())
+        pairs += 1
+        if len(losses) == len(trained):
+            break
     return Used(
         tuple(name for name in trained if not losses[name]),
         tuple(name for name in trained if 0 < losses[name] < pairs),
-        calls.called,
+        tuple(name for name in trained if name in repeated),
     )

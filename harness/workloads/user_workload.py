@@ -317,7 +317,8 @@ class UserWorkload(Workload):
             f" {TRIED_SAMPLES} samples, so no strategy trains them": self.unused,
             f"some samples skip {', '.join(self.skipped[:1])}, so DDP gets"
             " find_unused_parameters": self.skipped,
-            "it uses reentrant checkpoints, so DDP gets static_graph": self.reentrant,
+            f"{', '.join(self.repeated[:1])} gets its gradient in parts, as in reentrant"
+            " checkpoints of one module, so DDP gets static_graph": self.repeated,
         }
         return [note for note, applies in notes.items() if applies]
 

@@ -88,8 +88,9 @@ class Workload:
     """Names of parameters that take no part in the loss, and are not trained."""
     skipped: tuple[str, ...] = ()
     """Names of parameters that take part in the losses of some samples only."""
-    reentrant: bool = False
-    """Whether forward calls torch's reentrant checkpoint."""
+    repeated: tuple[str, ...] = ()
+    """Names of parameters that get a gradient several times in a backward pass, as in a module that
+    reentrant checkpoints run several times."""
     built_frozen: bool = False
     """Whether its class freezes some parameters."""
     spectrum: tuple[int, int] | None = None

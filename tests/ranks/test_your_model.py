@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from harness.cell.errors import Refused
 from harness.record.store import load
+from harness.seam.registry import validate
+from harness.workloads import make_workload
 from tests import pages
 from tests.ranks.conftest import RunCells, cell
 from tests.tiny_models import save_config
@@ -130,6 +133,9 @@ def test_ddp_gets_the_flags_that_irregular_models_need(run_cells: RunCells, tmp_
     (tmp_path / "nets.py").write_text(IRREGULAR)
     names = ("Reentrant", "Skips", "Unused", "Mixed")
     cells = [cell("ddp", workload=f"{tmp_path / 'nets.py'}:{name}", **MICRO) for name in names]
+    stages = {"options": {"stage": 2}, "workload": cells[0].workload, **MICRO}
+    with pytest.raises(Refused, match="use_reentrant=False"):
+        validate(cell("deepspeed", **stages), make_workload(cells[0].workload))
     trials = run_cells(*cells).trials
     found = {
         workload.rpartition(":")[2]: (verdict, reason)
