@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RecordedRuns", "fits", "load", "plan", "run"]
 
-TRIED_MATRICES = ("full", "ddp", "fsdp2", "variants")
+TRIED_MATRICES = ("full", "ddp_options", "fsdp2_options", "variants")
 """Matrices that together have every strategy and every variant."""
 USUAL = {
     "method": "lora",

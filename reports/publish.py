@@ -23,12 +23,9 @@ from reports.run_report import RunReport, ran, reports_of
 from reports.text import printable
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from harness.record.store import Results
 
 LIBRARIES = {
-    "tensorboard": "torch.utils.tensorboard",
     "mlflow": "mlflow",
     "wandb": "wandb",
     "prometheus": "prometheus_client",
@@ -79,7 +76,7 @@ def publish(target: str, results: Results, folder: Path) -> Published:
         folder.mkdir(parents=True, exist_ok=True)
         if target == "prometheus":
             return _prometheus(ran(results), folder)
-        targets = {"tensorboard": _tensorboard, "mlflow": _mlflow, "wandb": _wandb}
+        targets = {"mlflow": _mlflow, "wandb": _wandb}
         with quiet(), targets[target](folder) as write:
             done = [write(run, record) for run in reports_of(results) for record in records(run)]
     except OSError as error:
@@ -155,64 +152,6 @@ def _losses(record: CellRecord) -> list[tuple[int, float]]:
     """Returns steps with their mean loss, from the trial that determined parity."""
     losses: Sequence[float | None] = record["losses"] or []
     return [(step, loss) for step, loss in enumerate(losses) if loss is not None]
-
-
-@contextmanager
-def _tensorboard(folder: Path) -> Iterator[_Write]:
-    """Writes event files to FOLDER/RUN/CELL, each cell's folder atomically."""
-
-    def write(report: RunReport, record: CellRecord) -> bool:
-        target = folder / report.run_id / cell_folder(record)
-        if target.exists():
-            return False
-        target.parent.mkdir(exist_ok=True)
-        temporary = folder / f".{report.run_id}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        _events(report, record, temporary)
-        temporary.rename(target)
-        return True
-
-    yield write
-
-
-def cell_folder(record: CellRecord) -> str:
-    slug = re.sub(r"[^A-Za-z0-9._=-]+", "-", record["cell_name"]).strip("-.")[:80]
-    return f"{slug or 'cell'}-{record['cell_id']}"
-
-
-def _events(report: RunReport, record: CellRecord, folder: Path) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    began = report.run.started_at.timestamp()
-    writer: Any = SummaryWriter(str(folder))
-    try:
-        for trial, values in _trials(report, record):
-            if trial.status != "ok":
-                continue
-            at = trial.started_at.timestamp()
-            for name, value in values.items():
-                writer.add_scalar(f"trials/{name}", value, trial.trial, walltime=at)
-            for step, seconds in _slowest(report.results.steps, trial).items():
-                writer.add_scalar(f"step_seconds/trial_{trial.trial}", seconds, step, walltime=at)
-        for step, loss in _losses(record):
-            writer.add_scalar("loss", loss, step, walltime=began)
-        status = f"{record['status']}: {record['reason']}" if record["reason"] else record["status"]
-        writer.add_text("status", status, walltime=began)
-        axes = {name: record[name] for name in AXES}
-        figures = {f"cell/{name}": value for name, value in _figures(record).items()}
-        writer.add_hparams(axes, figures, run_name=".", global_step=0)
-    finally:
-        writer.close()
-
-
-def _slowest(steps: pd.DataFrame, trial: TrialRecord) -> dict[int, float]:
-    mine = steps[
-        (steps["cell_id"] == trial.cell_id)
-        & (steps["trial"] == trial.trial)
-        & (steps["attempt"] == trial.attempt)
-    ]
-    slowest = mine.groupby("step")["step_seconds"].max()
-    return dict(zip(slowest.index.tolist(), slowest.tolist(), strict=True))
 
 
 @contextmanager
@@ -362,7 +301,7 @@ def _prometheus(report: RunReport, folder: Path) -> Published:
         labels |= host | {"cell": record["cell_name"]}
         for name, value in (_figures(record) | {"ok": int(record["ranked"])}).items():
             gauges[name].labels(**labels).set(value)
-    matrix = re.sub(r"[^\w.-]", "_", matrix_name(report.run.matrix))
+    matrix = re.sub(r"[^\w.-]", "_", matrix_name(report.run.matrix))[:100]
     file = folder / f"{PREFIX}{matrix}.prom"
     write_to_textfile(str(file), registry)
     return Published(file, len(written), 0)

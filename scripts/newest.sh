@@ -8,7 +8,7 @@ venv=${VENV:-$(mktemp -d)/venv}
 names=$(sed -n '/^dependencies = \[/,/^\]/p; /^\(run\|accelerate\|bitsandbytes\|datasets\|fairscale\|peft\|torchao\|torchft\|mlflow\|prometheus\|wandb\) = /p' pyproject.toml |
   grep -o '"[^"]*"' | sed 's/"\([A-Za-z-]*\).*/\1/')
 # shellcheck disable=SC2086 # one requirement per word
-"$venv/bin/python" -m pip --disable-pip-version-check install --quiet --upgrade $names tensorboard hypothesis jsonschema pytest pytest-timeout
+"$venv/bin/python" -m pip --disable-pip-version-check install --quiet --upgrade $names hypothesis jsonschema pytest pytest-timeout
 export PYTHONPATH=$PWD PARALLELISM_BENCH_UNTRIED=1
 "$venv/bin/python" -m pip --disable-pip-version-check list
 "$venv/bin/python" -m pytest tests/unit -m "not thorough"

@@ -12,7 +12,7 @@ from harness.cell.errors import plural
 
 def publish(
     target: Annotated[
-        Literal["tensorboard", "mlflow", "wandb", "prometheus"],
+        Literal["mlflow", "wandb", "prometheus"],
         typer.Argument(metavar="TARGET", help="Tool that reads the results."),
     ],
     folder: Annotated[
@@ -24,11 +24,11 @@ def publish(
     every: AllRuns = False,
     json_output: Json = False,
 ) -> None:
-    """Write results for TensorBoard, MLflow, W&B or Prometheus.
+    """Write results for MLflow, W&B or Prometheus.
 
     Skips results already there, but replaces Prometheus's file.
 
-    Example: [bold]python -m bench publish tensorboard runs/ --all[/bold]
+    Example: [bold]python -m bench publish mlflow runs/ --all[/bold]
     """
     from bench.select import find_runs
     from harness.record.store import Store
@@ -38,7 +38,7 @@ def publish(
     need(target)
     store = Store(results)
     run_ids = find_runs(store, run or [], every)
-    done = write(target, store.load(run_ids, steps=target == "tensorboard"), folder)
+    done = write(target, store.load(run_ids, steps=False), folder)
     if json_output:
         print(
             json.dumps(

@@ -89,7 +89,7 @@ MISTAKES = {
     "site empty": "no runs",
     f"show dpp --results {REFERENCE}": "ddp",
     "doctor --gpu-check": "--gpu-check",
-    "publish comet folder": "tensorboard",
+    "publish comet folder": "mlflow",
     f"publish prometheus folder nope --results {REFERENCE}": RUN,
     "profile dpp": "ddp",
     "profile ddp:speed=3": "bucket_cap_mb",

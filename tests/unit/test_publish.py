@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bench.cli.publish import publish
@@ -23,7 +21,7 @@ from harness.record.store import Results, Store, TrialKey
 from harness.record.trial import TrialRecord
 from reports.export_records import AXES
 from reports.export_records import PUBLISHED as FIGURES
-from reports.publish import CELL_TAG, LIBRARIES, PREFIX, RUN_TAG, cell_folder, quiet
+from reports.publish import CELL_TAG, LIBRARIES, PREFIX, RUN_TAG, quiet
 from reports.publish import PROJECT as EXPERIMENT
 from reports.publish import publish as write
 from tests import commands
@@ -84,62 +82,6 @@ def frame(results: Results) -> dict[str, Any]:
         str(cell_id): row
         for cell_id, row in summarise(results.trials).set_index("cell_id", drop=False).iterrows()
     }
-
-
-def test_tensorboard_reads_what_the_parquet_says(results: Results, tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    done = write("tensorboard", results, tmp_path / "tb")
-    assert (done.cells, done.already) == (4, 0)
-    for cell_id, row in frame(results).items():
-        (folder,) = (tmp_path / "tb" / NEW).glob(f"*-{cell_id}")
-        events = EventAccumulator(str(folder))
-        events.Reload()
-        tags = set(events.Tags()["scalars"])
-        for name, value in known(row).items():
-            (point,) = events.Scalars(f"cell/{name}")
-            assert point.value == np.float32(value), "TensorBoard keeps 32 bits"
-        assert {tag for tag in tags if tag.startswith("cell/")} == {
-            f"cell/{name}" for name in known(row)
-        }
-        trials = results.trials[
-            (results.trials["cell_id"] == cell_id) & (results.trials["status"] == "ok")
-        ]
-        if len(trials):
-            points = events.Scalars("trials/samples_per_second")
-            assert [(p.step, p.value) for p in points] == [
-                (i, np.float32(v)) for i, v in enumerate(trials["samples_per_second"])
-            ]
-            first = events.Scalars("step_seconds/trial_0")
-            assert [p.value for p in first] == [
-                np.float32(0.101 + 0.01 * step) for step in range(3)
-            ], "of the slowest rank"
-            assert [p.value for p in events.Scalars("loss")] == [
-                np.float32(loss * (1 + 1e-7)) for loss in REFERENCE
-            ]
-        status = events.Tensors("status/text_summary")[0].tensor_proto.string_val[0].decode()
-        assert status.startswith(row["status"])
-    assert not list((tmp_path / "tb").glob(".*"))
-    again = write("tensorboard", results, tmp_path / "tb")
-    assert (again.cells, again.already) == (0, 4)
-
-
-def test_tensorboard_gets_the_later_cells_of_a_run_published_while_it_ran(
-    results: Results, tmp_path: Path
-) -> None:
-    first = results.trials[results.trials["cell_id"] == DDP.id]
-    done = write("tensorboard", replace(results, trials=first), tmp_path)
-    assert (done.cells, done.already) == (1, 0)
-    (published,) = (tmp_path / NEW).iterdir()
-    kept = {file.name: file.read_bytes() for file in published.iterdir()}
-    (tmp_path / f".{NEW}.tmp").mkdir()
-    (tmp_path / f".{NEW}.tmp" / "events.of.a.killed.process").touch()
-    done = write("tensorboard", results, tmp_path)
-    assert (done.cells, done.already) == (3, 1)
-    assert [path.name for path in tmp_path.iterdir()] == [NEW]
-    assert len(list((tmp_path / NEW).iterdir())) == 4
-    assert not list((tmp_path / NEW).glob("*/*killed*"))
-    assert {file.name: file.read_bytes() for file in published.iterdir()} == kept
 
 
 def test_mlflow_reads_what_the_parquet_says(results: Results, tmp_path: Path) -> None:
@@ -336,11 +278,6 @@ def test_hostile_text_is_only_text(text: str, tmp_path: Path) -> None:
         write(target, results, tmp_path / "out" / target)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "results"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(targets)
-    folders = [path.name for path in (tmp_path / "out" / "tensorboard" / NEW).iterdir()]
-    assert sorted(folders) == sorted(
-        cell_folder({"cell_name": cell.name, "cell_id": cell.id}) for cell in (ran, absent)
-    )
-    assert all(re.fullmatch(r"[A-Za-z0-9._=-]{1,110}", name) for name in folders)
     from prometheus_client.parser import text_string_to_metric_families
 
     (written,) = (tmp_path / "out" / "prometheus").iterdir()

@@ -33,10 +33,12 @@ WORDS = {
     "fits": ["llama-8b", "--gpus", "1 x h100"],
     "plan": ["--model", "llama-8b", "--gpus", "2 x h100"],
     "export": ["CELL", "--to", "torchrun", "--out", "exported"],
-    "publish": ["tensorboard", "published", RUN],
+    "publish": ["mlflow", "published", RUN],
     "site": ["RESULTS", "--out", "collected"],
     "submit": ["SITE", "--matrix", "smoke", "--dry-run"],
     "status": [RUN],
+    "night": ["smoke"],
+    "prune": ["--keep", "9"],
 }
 """Arguments by command; a command may occur twice, with a word after its name."""
 WITHOUT_RESULTS = {"list", "schema", "doctor", "rehearse"}

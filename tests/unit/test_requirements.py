@@ -101,14 +101,6 @@ def test_commands_that_train_name_torch_and_transformers() -> None:
     assert named(done.stderr) == list(TRAINING.values())
 
 
-def test_tensorboards_client_needs_torch(tmp_path: Path) -> None:
-    words = ("publish", "tensorboard", str(tmp_path / "tb"), "--results", str(REFERENCE))
-    done = without_torch(*words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "'torch'" in done.stderr
-    assert "pip install 'parallelism-bench[tensorboard]'" in done.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
