@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from bench.cli import options as opt
+from harness.cell.errors import UsageError
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -35,8 +36,6 @@ def bisect(
 
     Example: [bold]python -m bench bisect torch==2.12.1 torch==2.13.0[/bold]
     """
-    from harness.cell.errors import UsageError
-
     if not (SCRIPTS / "slower.py").is_file():
         raise UsageError("bisect needs the suite's folder scripts: run it in a checkout")
     commits = len(candidates) == 1 and ".." in candidates[0]
@@ -48,31 +47,13 @@ def bisect(
     if len(candidates) < 2:
         raise UsageError(f"{candidates[0]!r} has no candidates to search: give two or more")
 
+    options = [word for value in only or () for word in ("--only", value)]
+    options += [word for value in settings or () for word in ("--set", value)]
+    options += ["--matrix", matrix, "--rounds", str(rounds)]
+
     def slower(place: int) -> bool:
-        names = ("BEFORE_REF", "AFTER_REF") if commits else ("BEFORE", "AFTER")
-        sides = dict(zip(names, (candidates[0], candidates[place]), strict=True))
-        folder = (work / str(place)).resolve()
-        subprocess.run([SCRIPTS / "two_sides.sh", folder], env=os.environ | sides, check=True)
-        arguments = [
-            "--matrix",
-            matrix,
-            "--rounds",
-            str(rounds),
-            "--results",
-            str(folder / "results"),
-        ]
-        for option, values in (("--only", only), ("--set", settings)):
-            arguments += [word for value in values or () for word in (option, value)]
-        for side in ("before", "after"):
-            arguments += [f"--{side}", str(folder / side / "bin" / "python")]
-            arguments += [f"--{side}-folder", str(folder / f"{side}-project")]
-        command = [str(folder / "after/bin/python"), str(SCRIPTS / "slower.py"), *arguments]
-        variables = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
-        code = subprocess.run(command, env=variables).returncode
-        if code not in (0, 1):
-            raise UsageError(f"{candidates[place]} could not be compared; see above")
-        typer.echo(f"{candidates[place]}: {'slower' if code else 'no slower'}", err=True)
-        return bool(code)
+        sides = candidates[0], candidates[place]
+        return _slower(sides, (work / str(place)).resolve(), commits, options)
 
     low, high = 0, len(candidates) - 1
     if not slower(high):
@@ -82,3 +63,21 @@ def bisect(
         low, high = (low, middle) if slower(middle) else (middle, high)
     found = {"first_slower": candidates[high], "last_good": candidates[low]}
     print(json.dumps(found) if json_output else f"the first that is slower: {candidates[high]}")
+
+
+def _slower(sides: tuple[str, str], folder: Path, commits: bool, options: list[str]) -> bool:
+    """Returns whether training is slower with the second side; raises UsageError without a
+    comparison."""
+    names = ("BEFORE_REF", "AFTER_REF") if commits else ("BEFORE", "AFTER")
+    versions = os.environ | dict(zip(names, sides, strict=True))
+    subprocess.run([SCRIPTS / "two_sides.sh", folder], env=versions, check=True)
+    options = [*options, "--results", str(folder / "results")]
+    for side in ("before", "after"):
+        options += [f"--{side}", str(folder / side / "bin" / "python")]
+        options += [f"--{side}-folder", str(folder / f"{side}-project")]
+    command = [str(folder / "after/bin/python"), str(SCRIPTS / "slower.py"), *options]
+    code = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}).returncode
+    if code not in (0, 1):
+        raise UsageError(f"{sides[1]} could not be compared; see above")
+    typer.echo(f"{sides[1]}: {'slower' if code else 'no slower'}", err=True)
+    return bool(code)

@@ -208,6 +208,12 @@ class Job:
         """Returns parameters in the form the cell's optimizer takes."""
         return parameter_groups(self.cell, parameters)
 
+    def groups(self, parameters: Iterable[Tensor]) -> list[dict[str, object]]:
+        """Returns parameters as groups, even if the optimizer takes a list."""
+        given = list(self.parameter_groups(parameters))
+        whole: list[dict[str, object]] = [{"params": given}]
+        return [part for part in given if isinstance(part, dict)] or whole
+
     def scheduler(self, optimizer: Optimizer) -> LambdaLR | None:
         """Returns the cell's scheduler; None if the learning rate is constant."""
         if self.cell.schedule == "constant":

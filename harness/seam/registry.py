@@ -244,8 +244,7 @@ def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strateg
     _admit_parts(cell, workload, layout)
     if layout.pipeline > 1 or layout.tensor > 1:
         workload.check_split(layout)
-    stages = layout.pipeline > 1 or strategy.capabilities.stages
-    _admit_recipe(cell, workload, layout, stages)
+    _admit_recipe(cell, workload, layout, layout.pipeline > 1 or capabilities.stages)
     if layout.sequence > 1:
         workload.check_sequence(layout, cell.sequence_length)
     workload.check(cell, strategy.shards_parameters)

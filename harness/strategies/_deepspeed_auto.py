@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
@@ -32,9 +32,8 @@ def record_no_scores() -> None:
 def optimizer_of_experts(job: Job, parameters: list[Tensor]) -> Optimizer:
     """Returns the cell's optimizer, with experts in groups of their own, which ZeRO requires."""
     kind, kwargs = job.optimizer_class()
-    by_decay: Any = job.parameter_groups(parameters)
-    parts = by_decay if isinstance(by_decay[0], dict) else [{"params": by_decay}]
-    named = [{"name": str(number), **part} for number, part in enumerate(parts)]
+    groups = job.groups(parameters)
+    named = [{"name": str(number), **part} for number, part in enumerate(groups)]
     return kind(split_params_into_different_moe_groups_for_optimizer(named), **kwargs)
 
 

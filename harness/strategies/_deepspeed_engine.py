@@ -83,9 +83,7 @@ def _muon(job: Job, model: nn.Module) -> Optimizer:
         }
         same = [matrix for matrix in matrices if matrix.shape[1] == columns]
         groups.append({"params": same, "use_muon": True, "ns_method": "standard", **rates})
-    by_adamw: Any = job.parameter_groups(others)
-    for part in by_adamw if isinstance(by_adamw[0], dict) else [{"params": by_adamw}]:
-        groups.append({**kwargs, **part, "use_muon": False})
+    groups += ({**kwargs, **part, "use_muon": False} for part in job.groups(others))
     for group in groups:
         for parameter in group["params"]:
             parameter.use_muon = group["use_muon"]

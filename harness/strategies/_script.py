@@ -7,8 +7,9 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
@@ -112,16 +113,17 @@ class _RunningScript:
         """Hooks optimizer steps and backward passes in this process. Signal handlers, which only a
         main thread may set, are left out."""
         register_optimizer_step_post_hook(self._after_step)
-        backward, scale = torch.autograd.backward, torch.amp.GradScaler.scale
+        backward: Callable[..., None] = torch.autograd.backward
+        scale: Callable[..., object] = torch.amp.GradScaler.scale
         scaled: list[bool] = []
 
-        def watched_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        def watched_backward(tensors: object, *args: object, **kwargs: object) -> None:
             backward(tensors, *args, **kwargs)
             self._backwards += 1
             if isinstance(tensors, Tensor) and tensors.numel() == 1 and not scaled:
                 self._losses.append(tensors.detach())
 
-        def watched_scale(scaler: Any, outputs: Any) -> Any:
+        def watched_scale(scaler: torch.amp.GradScaler, outputs: object) -> object:
             if scaler.is_enabled():
                 scaled.append(True)  # losses would be multiples of themselves
             return scale(scaler, outputs)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -89,7 +89,7 @@ class DeepspeedAuto(Deepspeed):
         return None if to == "accelerate" or self.tensor > 1 else super().export(cell, to)
 
     def config(
-        self, cell: Cell, layout: Layout, sizes: Any, folder: Path | str = ""
+        self, cell: Cell, layout: Layout, sizes: Sequence[int], folder: Path | str = ""
     ) -> dict[str, object]:
         config = super().config(cell, layout, sizes, folder)
         if self.tensor > 1:

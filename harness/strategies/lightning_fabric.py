@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -17,8 +18,11 @@ from harness.workloads import Workload
 from harness.workloads.low_precision import store_as_floats
 
 if TYPE_CHECKING:
+    from lightning_fabric.strategies.strategy import Strategy as FabricStrategy
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
+
+    Restore = dict[str, Callable[[Tensor], Tensor]]
 
 
 class LightningFabric(Strategy):
@@ -99,14 +103,14 @@ class LightningFabric(Strategy):
 
         return step
 
-    def parts(self, job: Job) -> tuple[nn.Module, Any, dict[str, Any]]:
+    def parts(self, job: Job) -> tuple[nn.Module, FabricStrategy, Restore]:
         """Returns the model, Fabric's strategy, and functions that restore split weights."""
         import torch
         from lightning_fabric.strategies.ddp import DDPStrategy
         from lightning_fabric.strategies.fsdp import FSDPStrategy
         from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
 
-        restore: dict[str, Any] = {}
+        restore: Restore = {}
         if self.engine == "model_parallel":
             from harness.seam.pipelining import Stage
 

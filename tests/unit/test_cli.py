@@ -80,7 +80,6 @@ MISTAKES = {
     "compare latest~1 latest --fail-on slowness": "regression",
     f"compare {RUN} run-2 --results {REFERENCE}": RUN,
     f"compare {RUN} empty --results {REFERENCE}": "'empty'",
-    "compare --history --fail-on regression": "--figure",
     f"compare --history dpp --results {REFERENCE}": "ddp",
     "check nowhere": "nowhere",
     "check empty": "runs/",

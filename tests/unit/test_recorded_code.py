@@ -41,7 +41,7 @@ WORDS = {
     "prune": ["--keep", "9"],
 }
 """Arguments by command; a command may occur twice, with a word after its name."""
-WITHOUT_RESULTS = {"list", "schema", "doctor", "rehearse"}
+WITHOUT_RESULTS = {"bisect", "list", "schema", "doctor", "rehearse"}
 """Commands that read no results folder."""
 EVIL = "from pathlib import Path\nPath('MARK').touch()\n"
 HUB = "hf:stranger/model"
