@@ -153,51 +153,6 @@ class Bandwidths:
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """Predictions over devices, at least one line."""
-
-    name: str
-    title: str
-    unit: str
-    lines: tuple[Line, ...]
-    summary: str
-    notes: tuple[str, ...] = ()
-    logarithmic: bool = True
-    """Whether the value axis is logarithmic; otherwise it begins at 0."""
-
-    def draw(self) -> Figure:
-        lines = self.lines[: len(SERIES)]
-        legend = _LEGEND_LINE * len(lines)
-        figure, axes = canvas(300 + legend, 62, _RIGHT, _BOTTOM + legend, 22)
-        axes.set_xscale("log", base=2)
-        if self.logarithmic:
-            axes.set_yscale("log")
-        handles: list[Artist] = []
-        for index, line in enumerate(lines):
-            marker = _MARKERS[index % len(_MARKERS)]
-            colour = SERIES[index]
-            lows, highs = ([end or 0.0 for end in ends] for ends in (line.lows, line.highs))
-            axes.fill_between(line.x, lows, highs, color=colour, alpha=0.15, zorder=1)
-            handles += axes.plot(
-                line.x,
-                line.values,
-                linestyle="--",
-                linewidth=1.8,
-                markersize=5,
-                markerfacecolor=PAPER,
-                color=colour,
-                marker=marker,
-            )
-        if not self.logarithmic:
-            axes.set_ylim(0)
-        counts = sorted({n for line in lines for n in line.x})
-        _axis_of_devices(axes, counts if len(counts) <= 8 else counts[::2])
-        _title(axes, f"{self.unit}; dashed: predicted, bands: 80% intervals", 62)
-        _legend(figure, handles, [line.label for line in lines])
-        return figure
-
-
-@dataclass(frozen=True)
 class Losses:
     """Loss per step of the parity segment: the reference and cells compared with it."""
 

@@ -43,7 +43,6 @@ OutFolder: TypeAlias = Annotated[
         "--out", help="Folder to write to; by default a new folder in the current directory."
     ),
 ]
-Html: TypeAlias = Annotated[Path | None, typer.Option("--html", help="HTML page to write.")]
 
 Devices: TypeAlias = Annotated[
     int, typer.Option("--devices", help="Number of devices, one for each rank.")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -15,7 +14,6 @@ from bench.cli.options import (
     ExportFolder,
     Goal,
     Gpus,
-    Html,
     Json,
     OwnRuns,
     Seq,
@@ -98,7 +96,6 @@ def plan(
     results: OwnRuns = None,
     write_matrix: WrittenMatrix = None,
     export: ExportFolder = None,
-    html: Html = None,
     rehearse: Rehearse = 0,
     json_output: Json = False,
 ) -> None:
@@ -132,23 +129,14 @@ def plan(
     constants = api.plan_constants(calibration, results, answer.question.cluster)
     sentences = explanation(answer)
     prepared, written = _prepared(answer, constants, model, write_matrix, export)
-    page = ""
-    if html:
-        page = _page(answer, sentences, constants)
-        written.append(f"page: {html}")
-    _write(prepared, page, html)
+    for follow_up in prepared:
+        follow_up.check()
+    for follow_up in prepared:
+        follow_up.write()
     if json_output:
         print(json.dumps(_as_json(answer, sentences, constants) | {"written": written}))
         return
     _show(answer, sentences, constants.source, written)
-
-
-def _page(answer: ClusterPlan, sentences: list[str], constants: ClusterCalibration) -> str:
-    from harness.planner.cluster.cluster_plan import sweep
-    from reports.prediction_page import plan_page
-
-    squares = sweep(answer.question, constants, answer.goal)
-    return plan_page(answer, sentences, constants.source, squares)
 
 
 def _as_json(
@@ -189,21 +177,6 @@ def _prepared(
         prepared.append(folders)
         written.append(folders.message)
     return prepared, written
-
-
-def _write(prepared: Sequence[FollowUp], page: str, html: Path | None) -> None:
-    """Writes prepared files and a page, after checking all of them.
-
-    The page comes first, because the command can write it again after an error.
-    """
-    for follow_up in prepared:
-        follow_up.check()
-    if html:
-        from reports import write_whole
-
-        write_whole(page, html, "--html")
-    for follow_up in prepared:
-        follow_up.write()
 
 
 def _show(answer: ClusterPlan, sentences: list[str], source: str, written: list[str]) -> None:

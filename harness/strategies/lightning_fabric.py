@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -80,10 +80,10 @@ class LightningFabric(Strategy):
         )
         fabric.launch()
         model = fabric.setup_module(whole)
-        wrapped: Any = model._forward_module
+        wrapped = model._forward_module
         matrices = matrices_of(wrapped, shapes) if self.engine == "fsdp1" else None
         inner = job.optimizer(wrapped.parameters(), matrices)
-        optimizer: Any = fabric.setup_optimizers(inner)
+        optimizer = fabric.setup_optimizers(inner)
         registered = job.register(wrapped, inner)
         registered.library, registered.restore = lambda: ddp_buckets(wrapped), restore
         if self.engine == "fsdp1":

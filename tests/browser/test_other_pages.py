@@ -11,16 +11,12 @@ from playwright.sync_api import Page
 
 from harness.analysis.compare import compare_sides
 from harness.analysis.selection import select
-from harness.planner.cluster import cluster_plan
-from harness.planner.cluster.calibration import load
 from harness.record.store import Store, stores_below
 from reports import runs, write_whole
-from reports.prediction_page import plan_page
 from reports.run_report import only
 from reports.runs import runs_page
 from reports.site import INDEX, write_site
 from tests.browser.conftest import REFERENCE, Watched
-from tests.unit.test_prediction_page import QUESTION
 from tests.unit.test_runs_page import DAYS, DDP, add, run_id, trials
 
 
@@ -43,12 +39,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory, report: Path, site: Path) ->
         add(store, day, trials(DDP, 90.0 if day >= DAYS // 2 else 100.0))
     results = store.load(steps=False)
     first, last = (select(run_id(day), only(results, [run_id(day)])) for day in (0, DAYS - 1))
-    plan = cluster_plan.plan(QUESTION, load())
-    squares = cluster_plan.sweep(QUESTION, load(), plan.goal)
     texts = {
         "runs": runs_page(runs.compare_all(results)).text,
         "compare": runs.page(compare_sides(first, last)),
-        "plan": plan_page(plan, cluster_plan.explanation(plan), "made", squares),
     }
     found = {name: write_whole(text, folder / f"{name}.html", "") for name, text in texts.items()}
     return found | {"report": report, "site": site}
@@ -72,7 +65,7 @@ def serious_faults(page: Page) -> list[tuple[str, str, str]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["report", "runs", "compare", "plan", "site"])
+@pytest.mark.parametrize("name", ["report", "runs", "compare", "site"])
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (375, "dark")])
 def test_pages_are_readable_and_request_nothing(
     open_page: Callable[..., Watched], pages: dict[str, Path], name: str, width: int, scheme: str

@@ -37,7 +37,7 @@ WITHOUT_DATA = re.compile(r"has no data for it|matches no label|GiB of this host
 ASKING_MORE = re.compile(r"--section (?:checkpoints|effects|experts)|checkpoint=|8GiB")
 SLOW = re.compile(
     r"publish (?!prometheus)|^site|doctor --(?:links|probes)|rehearse|profile (?!ddp$)"
-    r"|maxsize --grow|--html|^report .*(?:--open|--each|results/|2026)"
+    r"|maxsize --grow|^report .*(?:--open|--each|results/|2026)"
 )
 """Commands that take more than a few seconds."""
 MARKS = {"quick", "thorough", "not thorough"}

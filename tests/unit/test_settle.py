@@ -138,14 +138,14 @@ def test_a_matrix_has_all_ties_however_few_rows_are_shown(tmp_path: Path) -> Non
 def test_an_existing_target_leaves_nothing_written(blocker: str, tmp_path: Path) -> None:
     (tmp_path / blocker).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / blocker).write_text("mine")
-    targets = {"--write-matrix": "open.yaml", "--export": "chosen", "--html": "plan.html"}
+    targets = {"--write-matrix": "open.yaml", "--export": "chosen"}
     options = [word for name, file in targets.items() for word in (name, str(tmp_path / file))]
     with pytest.raises(UsageError, match="exists"):
         ask(command, *SEVEN_B, *options)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / blocker]
     (tmp_path / blocker).unlink()
     told(command, *SEVEN_B, *options)
-    for file in ("open.yaml", "plan.html", "chosen/slurm/job.sbatch"):
+    for file in ("open.yaml", "chosen/slurm/job.sbatch"):
         assert (tmp_path / file).stat().st_size
 
 

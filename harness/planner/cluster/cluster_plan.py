@@ -14,9 +14,8 @@ from harness.cell.errors import UsageError
 from harness.host.gpu_models import gpu_named
 from harness.planner.cluster.calibration import ClusterCalibration, Floats, Ints
 from harness.planner.cluster.device_rates import missing_bf16
-from harness.planner.cluster.hf_config import named_shapes
 from harness.planner.cluster.layout_memory import model_states, offloaded_bytes, owned_parameters
-from harness.planner.cluster.model_shape import ModelShape, stages
+from harness.planner.cluster.model_shape import stages
 from harness.planner.cluster.prediction import (
     COMPUTING,
     WAITING,
@@ -43,11 +42,6 @@ SURE = 0.9
 """Probability of fitting from which a layout counts as fitting, if memory is the goal."""
 LIKELY = 0.5
 """Probability of fitting without offload from which layouts with offload are left out."""
-MOST_SIZES = 5
-SPAN = 16.0
-"""Maximum ratio between the sizes of compared models."""
-STEPS_BELOW, STEPS_ABOVE = 3, 2
-"""Halvings and doublings of the question's device count."""
 PART_WORDS = {
     "compute": "computing",
     "activation_exchange": "exposed communication of tensor, context and expert parallelism",
@@ -298,48 +292,6 @@ def _shorter_sequence(question: ClusterQuestion, calibration: ClusterCalibration
         fewer = dataclasses.replace(question, sequence_length=2**middle)
         low, high = (middle, high) if _fits(fewer, calibration) else (low, middle)
     return 2**low if low >= 0 else 0
-
-
-Square: TypeAlias = tuple[ClusterQuestion, "ClusterCandidate | str"]
-"""A question of a sweep, and its best layout or the reason why there is none."""
-
-
-def neighbours(shape: ModelShape) -> list[ModelShape]:
-    """Returns the model and published models of similar size, without near duplicates."""
-    chosen = [shape]
-    near = [
-        other
-        for other in named_shapes().values()
-        if 1 / SPAN <= other.parameters / shape.parameters <= SPAN
-        and (other.experts > 1) == (shape.experts > 1)
-    ]
-    for other in sorted(near, key=lambda other: abs(other.parameters - shape.parameters)):
-        apart = all(not 0.7 < other.parameters / candidate.parameters < 1.4 for candidate in chosen)
-        if apart and len(chosen) < MOST_SIZES:
-            chosen.append(other)
-    return sorted(chosen, key=lambda candidate: candidate.parameters)
-
-
-def device_counts(question: ClusterQuestion) -> list[int]:
-    steps = range(-STEPS_BELOW, STEPS_ABOVE + 1)
-    counts = dict.fromkeys(round(question.devices * 2.0**step) for step in steps)
-    per_node, several = question.cluster.per_node, not question.cluster.is_one_node
-    return [n for n in counts if n >= 1 and (n <= per_node or (several and n % per_node == 0))]
-
-
-def sweep(question: ClusterQuestion, calibration: ClusterCalibration, goal: str) -> list[Square]:
-    return [
-        _square(dataclasses.replace(question, shape=shape, devices=devices), calibration, goal)
-        for shape in neighbours(question.shape)
-        for devices in device_counts(question)
-    ]
-
-
-def _square(question: ClusterQuestion, calibration: ClusterCalibration, goal: str) -> Square:
-    try:
-        return question, plan(question, calibration, goal, top=1).candidates[0]
-    except UsageError as error:
-        return question, str(error)
 
 
 def explanation(plan: ClusterPlan) -> list[str]:
