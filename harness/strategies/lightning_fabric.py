@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from pydantic import Field
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lightning_fabric.strategies.strategy import Strategy as FabricStrategy
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.optim import Optimizer
 
     Restore = dict[str, Callable[[Tensor], Tensor]]
 
@@ -83,11 +85,12 @@ class LightningFabric(Strategy):
         wrapped = model._forward_module
         matrices = matrices_of(wrapped, shapes) if self.engine == "fsdp1" else None
         inner = job.optimizer(wrapped.parameters(), matrices)
-        optimizer = fabric.setup_optimizers(inner)
+        optimizer = cast("Optimizer", fabric.setup_optimizers(inner))
         registered = job.register(wrapped, inner)
         registered.library, registered.restore = lambda: ddp_buckets(wrapped), restore
         if self.engine == "fsdp1":
-            registered.gather = lambda: summoned_parameters(wrapped)
+            sharded = cast("FullyShardedDataParallel", wrapped)
+            registered.gather = lambda: summoned_parameters(sharded)
             registered.moments = lambda: moments_by_torch(wrapped, inner)
         if self.engine != "model_parallel":  # torch's clipping fails on weights of several meshes
             job.recipe.clip = lambda most: fabric.clip_gradients(model, optimizer, max_norm=most)
