@@ -12,7 +12,10 @@ def main() -> None:
         from bench.cli import main as run_command
 
         run_command()
-    except SystemExit:
+    except SystemExit as end:
+        # Typer turns an interrupt into an exit.
+        if isinstance(getattr(end.__context__, "__cause__", None), KeyboardInterrupt):
+            print(INTERRUPTED, file=sys.stderr)
         raise
     except BaseException:  # libraries may raise others when they are interrupted
         if not stop.requested:
@@ -20,7 +23,7 @@ def main() -> None:
         print(INTERRUPTED, file=sys.stderr)
         sys.exit(130)
     finally:
-        stop.requested = True
+        stop.end()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -18,8 +19,22 @@ class Stop:
     def __init__(self) -> None:
         self.requested = False
         sys.unraisablehook = self._unraisable
+        atexit.register(self._leave)  # first, so it is called last
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._request)
+
+    def end(self) -> None:
+        """Ignores signals from now on, also while Python itself ends, which only keeps SIG_IGN."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+    def _leave(self) -> None:
+        """Ends an interrupted process. Python would kill it by SIGINT if the interrupt came from
+        text that was executed, as in many imports."""
+        if self.requested:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(130)
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         if not self.requested:

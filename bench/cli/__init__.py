@@ -14,7 +14,6 @@ from pathlib import Path
 
 import typer
 
-from bench.stops import INTERRUPTED
 from harness.cell.errors import (
     DamagedFileWarning,
     DamagedRun,
@@ -101,18 +100,6 @@ def _with_training_packages(run: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-def _stoppable(run: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(run)
-    def stopped(*args: object, **options: object) -> None:
-        try:
-            run(*args, **options)
-        except KeyboardInterrupt:
-            print(INTERRUPTED, file=sys.stderr)
-            raise typer.Exit(130) from None
-
-    return stopped
-
-
 def _register() -> None:
     for panel, commands in COMMANDS.items():
         for command, module_path in commands.items():
@@ -123,7 +110,7 @@ def _register() -> None:
             paragraphs = inspect.cleandoc(run.__doc__ or "").split("\n\n")
             text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
             run = _with_training_packages(run) if command in TRAINING_COMMANDS else run
-            app.command(command, help=text, rich_help_panel=panel)(_stoppable(run))
+            app.command(command, help=text, rich_help_panel=panel)(run)
 
 
 _register()

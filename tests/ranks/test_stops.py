@@ -16,7 +16,7 @@ from tests.waiting import LONG
 
 MOMENTS = int(os.environ.get("MOMENTS", "2"))
 """Moments of each kind; MOMENTS=20 tries as many as the issue asks for."""
-LASTS = 12.0
+LASTS = float(os.environ.get("LASTS", "12"))
 """Seconds in which the moments lie: from the command's start to about its end."""
 MATRIX = """
 trials: 2
