@@ -155,7 +155,7 @@ def run_spawned(local_rank: int, spec: TrialSpec, port: int) -> None:
 
 def keep_store(spec: TrialSpec, sender: Connection[int, int]) -> None:
     """Opens the ranks' store, sends its port, and keeps it open until this process is killed."""
-    _ignore_interrupts()
+    _serve_ranks()
     store = open_store(LOOPBACK)
     sender.send(store.port)
     while True:
@@ -166,7 +166,7 @@ def spawn_ranks(spec: TrialSpec, sender: Connection[dict[int, int], dict[int, in
     """Runs ranks by torch.multiprocessing.spawn, and sends the exit code of the failed one."""
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
-    _ignore_interrupts()
+    _serve_ranks()
     store = open_store(LOOPBACK)
     codes: dict[int, int] = {}
     try:
@@ -177,10 +177,12 @@ def spawn_ranks(spec: TrialSpec, sender: Connection[dict[int, int], dict[int, in
     sender.send(codes)
 
 
-def _ignore_interrupts() -> None:
-    """Leaves it to the launcher to end this process."""
+def _serve_ranks() -> None:
+    """Leaves it to the launcher to end this process, and drops the warnings of torch's store that
+    nobody in the ranks' network knows host names."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def failure(error: BaseException) -> FailureAnswer:
