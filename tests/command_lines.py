@@ -36,8 +36,10 @@ ADDED = {
     "submit": ["--dry-run"],
     "profile": ["--set", "workload=llama-nano"],
     "maxsize": ["--results", "searches"],
+    "bisect": ["--help"],
 }
-"""Options added to commands that would submit a job, train for minutes, or begin another run."""
+"""Options added to commands that would submit a job, train for minutes, begin another run, or
+install several GB."""
 
 
 @dataclass(frozen=True)
