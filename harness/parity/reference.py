@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -106,7 +107,9 @@ class Reference:
 
     @property
     def facts(self) -> Facts:
-        loaded: Facts = json.loads(durable.read_cached(self._file) or "{}")
+        if (text := durable.read_cached(self._file)) is None:
+            raise FileNotFoundError(errno.ENOENT, "it was removed or damaged", str(self._file))
+        loaded: Facts = json.loads(text)
         return loaded
 
     @property
@@ -127,7 +130,7 @@ class Reference:
 
     def remove_if_damaged(self) -> None:
         """Removes the reference if a file of tensors is damaged, so that it is trained again."""
-        for file, digest in self.facts.get("digests", {}).items():
+        for file, digest in (self.facts if self.exists else {}).get("digests", {}).items():
             if durable.file_digest(Path(self.folder, file)) != digest:
                 durable.remove_damaged(Path(self.folder, file))
                 self._file.unlink(missing_ok=True)

@@ -217,6 +217,9 @@ class ReferenceRuns:
             return replace(verification, verdict=verdict)
         if reference is None:
             return verified(prepared, outcome, "a probe is not compared with a reference run")
+        if prepared.existing_reference and not reference.exists:
+            prepared.existing_reference = None
+            self.failures[reference.folder] = "the reference was removed or damaged meanwhile"
         if prepared.existing_reference is None or outcome.status != "ok":
             return verified(prepared, outcome, self.failures.get(reference.folder, ""))
         self._learn_losses(launcher, prepared, reference, outcome)

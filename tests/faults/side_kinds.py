@@ -100,8 +100,10 @@ def damaged_under_way(place: Place) -> None:
     run = Run(place, environment=cache_of(place))
     run.until_in_the_middle()
     damage_cache(place, "references/*/reference.json", DAMAGES["has a flipped bit"])
-    run.finish(good=3)
+    run.process.wait(timeout=LONG)
     assert "Traceback" not in run.output.read_text("utf-8", "replace")
+    assert all(status == "ok" or reason for status, reason in run.ended())
+    Run(place, environment=cache_of(place)).finish(good=3)
 
 
 def killed_and_cut(place: Place) -> None:
