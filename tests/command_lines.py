@@ -128,7 +128,8 @@ def user_folder(folder: Path) -> Path:
         if block.path:
             block.apply(folder)
     shutil.copy(ROOT / "bench" / "matrices" / "smoke.yaml", folder / "my.yaml")
-    (folder / "site.yaml").write_text("pods: {image: example.org/bench, claim: results}\n")
+    shutil.copy(ROOT / "tests" / "scripts" / "mingpt_ddp.py", folder / "train.py")
+    (folder / "site.yaml").write_text("partition: gpu\n")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512}
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}

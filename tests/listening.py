@@ -80,7 +80,7 @@ class Watched:
 @contextlib.contextmanager
 def watched() -> Iterator[Watched]:
     """Reads the kernel's tables in a thread: this network's 50 times a second, and those of
-    descendants in other networks, which cost more, once a second."""
+    descendants in other networks, which cost more, six times a second."""
     seen, over, before = Watched(), threading.Event(), set(listeners())
 
     def look() -> None:
@@ -88,7 +88,7 @@ def watched() -> Iterator[Watched]:
         while not over.wait(0.02):
             looks += 1
             new = {inode: a for inode, a in listeners().items() if inode not in before}
-            if not new and looks % 50:
+            if not new and looks % 8:
                 continue
             own = psutil.Process()
             below = own.children(recursive=True)

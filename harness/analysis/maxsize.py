@@ -97,7 +97,9 @@ class MaxsizeResult:
             return {}
         sizes = dict(self.holding.kinds)
         sizes["other tensors"] = self.holding.other
-        sizes["stacks of threads"] = self.holding.stacks
+        # Stacks of threads that ended before the limit are used again, and are not in use twice.
+        left = max(0.0, self.holding.in_use - sum(sizes.values()))
+        sizes["stacks of threads"] = min(self.holding.stacks, left)
         sizes["rest"] = max(0.0, self.holding.in_use - sum(sizes.values()))
         sizes["temporaries"] = max(0.0, self.budget - self.holding.in_use)
         return sizes

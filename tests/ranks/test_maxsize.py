@@ -84,7 +84,7 @@ def test_the_command_searches_reports_and_resumes(launcher: Launcher, tmp_path: 
     files = sorted((tmp_path / "results" / "trials").rglob("*.parquet"))
     again = here("maxsize", "--resume", "--no-report", folder=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "largest trainable model within 96 MiB per rank" in again.stdout
+    assert "largest model that trains within 96 MiB per rank" in again.stdout
     assert sorted((tmp_path / "results" / "trials").rglob("*.parquet")) == files, (
         "nothing is launched twice"
     )
