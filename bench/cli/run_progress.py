@@ -237,8 +237,8 @@ def show_cells(out: Console, prepared: Prepared) -> None:
         devices += f" on {cell.nodes} nodes" if cell.nodes > 1 else ""
         devices += f" {over(cell.links)}" if cell.links else ""
         batch = f"{cell.global_batch}{' weak' if cell.regime == 'weak' else ''}"
-        each = f"{seconds[cell.id]:.1f} s" if cell.id in seconds else "unknown"
-        duration_text = f"{planned.trials_of(cell)} x {each}"
+        per_trial = f"{seconds[cell.id]:.1f} s" if cell.id in seconds else "unknown"
+        duration_text = f"{planned.trials_of(cell)} x {per_trial}"
         rows.add_row(
             escape(cell.label),
             escape(cell.workload_name),
