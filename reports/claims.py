@@ -162,8 +162,8 @@ def _clipped_fp16(report: RunReport) -> str:
 
 def _config_file(report: RunReport) -> str:
     started = [c for c in report.cells if c.cell.options.get("config_file") and c.status == "ok"]
-    texts = [f"{cell.cell.label} {cell.parity_and_steps}" for cell in started]
-    return f"Started by the library's own command: {listed(texts, MOST_NAMES)}." if texts else ""
+    texts = [f"{cell.cell.label} is {cell.parity_and_steps}" for cell in started]
+    return f"Started by the library's own command, {listed(texts, MOST_NAMES)}." if texts else ""
 
 
 CLAIMS: dict[str, Callable[[RunReport], str]] = {

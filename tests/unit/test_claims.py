@@ -117,7 +117,7 @@ def test_norms_in_fp16_are_those_of_unscaled_gradients(tmp_path: Path) -> None:
 def test_a_config_file_is_told_with_its_parity(tmp_path: Path) -> None:
     cell = Cell(strategy="front", options={"config_file": True, "engine": "zero2"}, devices=2)
     assert sentence(tmp_path, trial_rows(cell, [1.0])) == (
-        "Started by the library's own command: front(config_file=true, engine=zero2) exact."
+        "Started by the library's own command, front(config_file=true, engine=zero2) is exact."
     )
 
 
