@@ -27,7 +27,7 @@ from harness.record.store import Store, sole_writer
 from harness.run.expected import MOST_RUNS, References, expected_seconds, references_of
 from harness.run.long_training import LONG_SECONDS, long_cell
 from harness.run.runner import ProgressListener, Runner
-from harness.seam.registry import strategies
+from harness.seam.registry import offered
 from reports.run_report import RunReport, ran
 
 if TYPE_CHECKING:
@@ -86,10 +86,9 @@ def prepare(options: CommandOptions) -> Prepared:
     todo = Runner(store, plan, share=part).open_trials()
     trained_long = {trial.cell.strategy for trial in todo if long_cell(trial.cell)}
     long_seconds = LONG_SECONDS * len(trained_long) if plan.long_training else 0.0
-    offered = strategies().keys()
     seconds = expected_seconds(
         store,
-        [cell for cell in plan.cells if ":" in cell.strategy or cell.strategy in offered],
+        list(filter(offered, plan.cells)),
         host.cores,
         host.name,
         plan.timed_seconds_of,

@@ -94,6 +94,14 @@ def _require_strategy(loaded: object, named: str) -> type[Strategy]:
     raise UsageError(f"{named} must be a Strategy class of harness.seam, but is {path}")
 
 
+def offered(cell: Cell) -> bool:
+    """Returns whether this version has the cell's strategy."""
+    try:
+        return bool(_strategy_class(cell.strategy))
+    except UsageError:
+        return False
+
+
 def make_strategy(cell: Cell) -> Strategy:
     """Returns the cell's strategy; raises UsageError for an unknown name or option."""
     cls = _strategy_class(cell.strategy)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from pydantic import Field
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
     from harness.seam.pipelining import Stage
+
+Restore: TypeAlias = "dict[str, Callable[[Tensor], Tensor]]"
+"""Functions that restore whole weights, by name."""
 
 
 class Fsdp2Tensor(Strategy):
@@ -103,7 +106,7 @@ def split_and_shard(
     tensor: DeviceMesh,
     shards: DeviceMesh,
     sequence_parallel: bool = False,
-) -> dict[str, Callable[[Tensor], Tensor]]:
+) -> Restore:
     """Splits weights over mesh `tensor`, then shards blocks and the rest over mesh `shards`, in
     place. `root`: what is called, the stage or its model. Returns functions that restore whole
     weights."""

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, cast
 
 from pydantic import Field
@@ -13,7 +12,7 @@ from harness.seam.checkpoints import moments_by_torch
 from harness.seam.job import backward_of, loss_scaler, own_precision, update_of
 from harness.strategies.ddp import Ddp, ddp_buckets
 from harness.strategies.fsdp1 import Fsdp1, matrices_of, summoned_parameters, wrap_policy
-from harness.strategies.fsdp2_tensor import Fsdp2Tensor, split_and_shard
+from harness.strategies.fsdp2_tensor import Fsdp2Tensor, Restore, split_and_shard
 from harness.workloads import Workload
 from harness.workloads.low_precision import store_as_floats
 
@@ -21,10 +20,7 @@ if TYPE_CHECKING:
     from lightning_fabric.strategies.strategy import Strategy as FabricStrategy
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.optim import Optimizer
-
-    Restore = dict[str, Callable[[Tensor], Tensor]]
 
 
 class LightningFabric(Strategy):
@@ -89,8 +85,7 @@ class LightningFabric(Strategy):
         registered = job.register(wrapped, inner)
         registered.library, registered.restore = lambda: ddp_buckets(wrapped), restore
         if self.engine == "fsdp1":
-            sharded = cast("FullyShardedDataParallel", wrapped)
-            registered.gather = lambda: summoned_parameters(sharded)
+            registered.gather = lambda: summoned_parameters(wrapped)  # type: ignore[arg-type]
             registered.moments = lambda: moments_by_torch(wrapped, inner)
         if self.engine != "model_parallel":  # torch's clipping fails on weights of several meshes
             job.recipe.clip = lambda most: fabric.clip_gradients(model, optimizer, max_norm=most)

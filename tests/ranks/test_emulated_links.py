@@ -287,7 +287,7 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_namespace(
         looked = time.time()
         below = psutil.Process(run.pid).children(recursive=True)
     made = spaces(below) - {outer}
-    if len(made) != 3:
+    if len(made) < 3:  # a reference's ranks may have one of their own
         pytest.fail(f"exit code {run.poll()}; {(tmp_path / 'output').read_text()}")
     assert remaining_in(made, looked)
     run.send_signal(how)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harness.planner.cluster.calibration import load
-from harness.planner.cluster.cluster_plan import device_counts, plan
+from harness.planner.cluster.cluster_plan import plan
 from harness.planner.cluster.hardware import cluster_of
 from harness.planner.cluster.hf_config import parse_shape
 from harness.planner.cluster.prediction import NEW_DEVICE, predict
@@ -27,13 +27,6 @@ CALIBRATION = load()
 def question_of(model: str, devices: int, batch: int, device: str = "h100-80gb") -> ClusterQuestion:
     cluster = cluster_of(device, 8, "nvlink,400gbit")
     return ClusterQuestion(parse_shape(model), cluster, 4096, batch, devices)
-
-
-@pytest.mark.parametrize("devices", [1, 3, 5, 7, 24])
-def test_each_number_of_devices_is_one_column(devices: int) -> None:
-    counts = device_counts(question_of("llama-1b", devices, 8))
-    assert counts == sorted({*counts})
-    assert devices in counts
 
 
 def test_every_micro_batch_that_divides_is_considered() -> None:

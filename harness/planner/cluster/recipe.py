@@ -49,7 +49,7 @@ class Program:
 
     zero: tuple[int, ...] = (0, 1, 2, 3)
     """Stages of ZeRO that it has."""
-    offers: tuple[str, ...] = ("pipeline", "tensor", "context", "expert", "chunks", "offload")
+    offers: tuple[str, ...] = (*["pipeline", "tensor", "context", "expert", "chunks", "offload"],)
     """What it can combine with data parallelism."""
     library: Library = "native"
     loss: Loss | None = None
