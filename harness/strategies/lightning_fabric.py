@@ -18,9 +18,8 @@ from harness.workloads.low_precision import store_as_floats
 
 if TYPE_CHECKING:
     from lightning_fabric.strategies.strategy import Strategy as FabricStrategy
-    from torch import Tensor, nn
+    from torch import Tensor, nn, optim
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
 
 
 class LightningFabric(Strategy):
@@ -81,7 +80,7 @@ class LightningFabric(Strategy):
         wrapped = model._forward_module
         matrices = matrices_of(wrapped, shapes) if self.engine == "fsdp1" else None
         inner = job.optimizer(wrapped.parameters(), matrices)
-        optimizer = cast("Optimizer", fabric.setup_optimizers(inner))
+        optimizer = cast("optim.Optimizer", fabric.setup_optimizers(inner))
         registered = job.register(wrapped, inner)
         registered.library, registered.restore = lambda: ddp_buckets(wrapped), restore
         if self.engine == "fsdp1":

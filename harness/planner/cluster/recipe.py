@@ -43,13 +43,16 @@ SOFTWARE: dict[str, dict[str, Any]] = yaml.safe_load(
 OPTIMIZERS: dict[str, tuple[float, float]] = SOFTWARE["optimizers"]
 
 
+DEGREES = "pipeline tensor context expert chunks offload"
+
+
 @dataclass(frozen=True)
 class Program:
     """A program that trains layouts, described by how it differs from torch's own code."""
 
     zero: tuple[int, ...] = (0, 1, 2, 3)
     """Stages of ZeRO that it has."""
-    offers: tuple[str, ...] = (*["pipeline", "tensor", "context", "expert", "chunks", "offload"],)
+    offers: tuple[str, ...] = tuple(DEGREES.split())
     """What it can combine with data parallelism."""
     library: Library = "native"
     loss: Loss | None = None
