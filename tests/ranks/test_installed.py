@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.ranks.conftest import Row, RunCells, check_rows, row
-from tests.ranks.test_settings import follow_their_formulas
 from tests.ranks.test_traps import RECIPE, SGD
 
 exact, near, diverges, fails = (
@@ -111,18 +110,6 @@ WRONG: dict[str, list[Row]] = {
     ],
     "muon": [diverges("deepspeed", {"stage": 2}, optimizer="muon", clip_norm=0.6)],
 }
-
-
-@pytest.mark.parametrize("subject", RIGHT)
-def test_the_least_plain_setting_trains_the_same(run_cells: RunCells, subject: str) -> None:
-    follow_their_formulas(run_cells, RIGHT[subject][:1])
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("subject", RIGHT)
-def test_other_settings_train_the_same(run_cells: RunCells, subject: str) -> None:
-    follow_their_formulas(run_cells, RIGHT[subject][1:])
 
 
 @pytest.mark.thorough

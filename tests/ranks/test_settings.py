@@ -13,6 +13,7 @@ import pytest
 
 from harness.strategies._deepspeed import fp16_on_cpu
 from tests.ranks.conftest import Row, RunCells, check_rows, row
+from tests.ranks.test_installed import RIGHT
 from tests.ranks.test_strategies import states_follow_the_formula
 from tests.ranks.test_traps import BALANCE, DROPOUT, PACKED, SGD
 
@@ -165,6 +166,9 @@ SETTINGS: dict[str, list[Row]] = {
 }
 
 
+ALL = {**SETTINGS, **RIGHT}
+
+
 def follow_their_formulas(run_cells: RunCells, rows: list[Row]) -> None:
     for trial in check_rows(run_cells, rows):
         # With offload the formula separates host from device memory; a CPU has only one. Flat
@@ -174,13 +178,13 @@ def follow_their_formulas(run_cells: RunCells, rows: list[Row]) -> None:
             states_follow_the_formula(pd.Series(trial))
 
 
-@pytest.mark.parametrize("subject", SETTINGS)
+@pytest.mark.parametrize("subject", ALL)
 def test_the_least_plain_setting_trains_the_same(run_cells: RunCells, subject: str) -> None:
-    follow_their_formulas(run_cells, SETTINGS[subject][:1])
+    follow_their_formulas(run_cells, ALL[subject][:1])
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("subject", SETTINGS)
+@pytest.mark.parametrize("subject", ALL)
 def test_other_settings_train_the_same(run_cells: RunCells, subject: str) -> None:
-    follow_their_formulas(run_cells, SETTINGS[subject][1:])
+    follow_their_formulas(run_cells, ALL[subject][1:])
