@@ -43,9 +43,11 @@ def bisect(
         good, _, bad = candidates[0].partition("..")
         listed = ["git", "rev-list", "--first-parent", "--reverse", f"{good}..{bad}"]
         done = subprocess.run(listed, capture_output=True, text=True)
+        if done.returncode:
+            raise UsageError(f"git does not know {candidates[0]!r}: {done.stderr.splitlines()[0]}")
         candidates = [good, *done.stdout.split()]
     if len(candidates) < 2:
-        raise UsageError(f"{candidates[0]!r} has no candidates to search: give two or more")
+        raise UsageError("there is nothing to search: give two candidates or more")
 
     options = [word for value in only or () for word in ("--only", value)]
     options += [word for value in settings or () for word in ("--set", value)]
@@ -70,7 +72,8 @@ def _slower(sides: tuple[str, str], folder: Path, commits: bool, options: list[s
     comparison."""
     names = ("BEFORE_REF", "AFTER_REF") if commits else ("BEFORE", "AFTER")
     versions = os.environ | dict(zip(names, sides, strict=True))
-    subprocess.run([SCRIPTS / "two_sides.sh", folder], env=versions, check=True)
+    if subprocess.run([SCRIPTS / "two_sides.sh", folder], env=versions).returncode:
+        raise UsageError(f"{sides[0]} or {sides[1]} could not be installed; see above")
     options = [*options, "--results", str(folder / "results")]
     for side in ("before", "after"):
         options += [f"--{side}", str(folder / side / "bin" / "python")]
