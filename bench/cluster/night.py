@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import subprocess
@@ -69,13 +70,18 @@ class Nights:
         return Nightly.model_validate_json((self.folder / "site.json").read_text())
 
     def events(self) -> list[dict[str, Any]]:
-        lines = self._events.read_text().splitlines() if self._events.exists() else []
-        return [json.loads(line) for line in lines]
+        """Returns what was noted, without a line that a killed process left unfinished."""
+        noted = []
+        for line in self._events.read_text().splitlines() if self._events.exists() else ():
+            with contextlib.suppress(ValueError):
+                noted.append(json.loads(line))
+        return noted
 
     def note(self, event: str, **details: object) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self._events, "a") as file:
-            print(json.dumps({"event": event, "at": int(time.time()), **details}), file=file)
+            # Begins a line of its own, even after an unfinished one.
+            file.write("\n" + json.dumps({"event": event, "at": int(time.time()), **details}))
 
     def good(self) -> list[str]:
         """Returns ids of good nights, oldest first. Raises UsageError for another matrix's run."""

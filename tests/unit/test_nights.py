@@ -272,3 +272,12 @@ def test_the_script_reports_whatever_ended_it(tmp_path: Path, requeued: str, end
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls[0].startswith("-m bench night m --begin r")
     assert sum("--end r --code 75" in call for call in calls) == ends
+
+
+def test_a_line_that_a_killed_process_left_unfinished_is_left_out(tmp_path: Path) -> None:
+    nights = Nights(tmp_path, "smoke")
+    nights.note("began", run="a", job="1")
+    with (nights.folder / "nights.jsonl").open("a") as file:
+        file.write('\n{"event": "end')
+    nights.note("began", run="b", job="2")
+    assert [event["run"] for event in nights.events()] == ["a", "b"]
