@@ -279,6 +279,7 @@ def fit_question(
     the file before the tool's defaults. Raises UsageError."""
     from harness.host.gpu_models import parse_gpus
     from harness.planner.cluster.hf_config import parse_shape
+    from harness.planner.cluster.recipe import UNTIED
     from harness.planner.fits import PER_NODE, FitQuestion, link_bytes_per_second
     from harness.planner.tools import config_fields, field_named, parsed, tool_fields
 
@@ -298,7 +299,7 @@ def fit_question(
         raise UsageError(f"gpus {gpus!r}: more than {PER_NODE} must fill nodes of {PER_NODE}")
     bandwidth = link_bytes_per_second(gpu, link)
     shape, asked = parse_shape(str(values.pop("model"))), {n: values.pop(n) for n in USUAL}
-    if values.get("library") == "litgpt":
+    if values.get("library") in UNTIED:
         shape = dataclasses.replace(shape, tied=False)
     question = FitQuestion(
         shape,

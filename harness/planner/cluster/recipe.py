@@ -29,8 +29,7 @@ SUITE_RECOMPUTE = RECOMPUTE[:3]
 Library = Literal["transformers", "transformers-2024", "fused", "native", "deepspeed", "litgpt"]
 """Code of the model. `transformers`: from 4.46 on. `transformers-2024`: before 4.46. `fused`: with
 fused norms and loss. `native`: torch's own fused norm (torchtitan, torchtune). `deepspeed`: that of
-transformers, sharded by DeepSpeed. `litgpt`: like that of transformers, but head and embedding are
-never one matrix."""
+transformers, sharded by DeepSpeed. `litgpt`: like that of transformers."""
 Loss = Literal["plain", "plain-2024", "fused", "fused-2024", "in-place", "chunked"]
 """How the loss treats logits. `plain`: torch's cross-entropy of fp32 logits. `fused`: one kernel
 for softmax and gradient. `in-place`: one kernel that writes the gradient over bf16 logits.
@@ -44,6 +43,9 @@ OPTIMIZERS: dict[str, tuple[float, float]] = SOFTWARE["optimizers"]
 
 
 DEGREES = "pipeline tensor context expert chunks offload"
+"""What programs may combine with data parallelism."""
+UNTIED: frozenset[Library] = frozenset({"litgpt"})
+"""Libraries whose head and embedding are never one matrix."""
 
 
 @dataclass(frozen=True)
