@@ -279,10 +279,10 @@ def gain_sentence(rows: Sequence[MaxsizeResult], chain: Sequence[str]) -> str:
     first, last = verified_rows.get(chain[0]), verified_rows.get(chain[-1])
     if not first or not last:
         return ""
-    ratio = (last.parameters or 0) / (first.parameters or 1)
+    largest, least = last.parameters or 0, first.parameters or 1
     return (
-        f"Within {size(last.budget)} per rank, {last.label} trains"
-        f" {last.amount(last.parameters or 0)}, {number(ratio)} times as many as {first.label}."
+        f"Within {size(last.budget)} per rank, {last.label} trains {last.amount(largest)} and"
+        f" {first.label} {first.amount(least)}, a ratio of {number(largest / least)}."
     )
 
 

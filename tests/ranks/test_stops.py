@@ -15,7 +15,7 @@ from harness.record.store import Store, check_folder
 from tests.waiting import LONG
 
 MOMENTS = int(os.environ.get("MOMENTS", "2"))
-"""Moments of each kind; MOMENTS=20 tries as many as the issue asks for."""
+"""Number of moments of each kind of stop."""
 LASTS = float(os.environ.get("LASTS", "12"))
 """Seconds in which the moments lie: from the command's start to about its end."""
 MATRIX = """

@@ -56,7 +56,8 @@ def test_states_of_zero_are_compared_with_formula_and_rehearsal(tmp_path: Path) 
 def test_a_search_says_how_much_more_the_last_of_a_chain_trains(tmp_path: Path) -> None:
     (text,) = claims(ran(searched(tmp_path))).values()
     assert text == (
-        "Within 1.00 MiB per rank, more trains 0.0M parameters, 0.667 times as many as less."
+        "Within 1.00 MiB per rank, more trains 0.0M parameters and less 0.0M parameters, a ratio of"
+        " 0.667."
     )
 
 

@@ -199,7 +199,7 @@ def test_cells_that_train_the_same_share_a_reference() -> None:
 
 
 def test_what_a_gpu_cannot_hold_is_refused_with_its_need() -> None:
-    """By the states alone, so nothing that might run is left out."""
+    """Only the states count, so that nothing that might run is left out."""
     small = Host("cuda", 2, 24 * 2**30)
     expanded = expand(read_matrix("finetune"), small, model="llama-8b")
     reasons = {left.cell.label: left.reason for left in expanded.left_out}

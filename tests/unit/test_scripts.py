@@ -14,7 +14,8 @@ from harness.record.store import Store
 
 
 def planned(folder: Path, *scripts: str, **options: object) -> Plan:
-    given = CommandOptions(scripts=scripts, results=folder / "results", **options)  # type: ignore[arg-type]
+    options |= {"scripts": scripts, "results": folder / "results"}
+    given = CommandOptions(**options)  # type: ignore[arg-type]
     return kept_or_new_plan(Store(folder / "results"), given)[0]
 
 
