@@ -223,7 +223,7 @@ def compare_sides(first: RunSelection, second: RunSelection) -> RunComparison:
     common."""
 
     def name_or_id(cell: MeasuredCell) -> str:
-        """Returns the id, or of a script the name, which its versions share."""
+        """Returns the cell's id, or the name of a script, which its versions share."""
         return cell.cell_name if is_script(cell.cell.strategy) else cell.cell_id
 
     before, after = (grouped(side.cells, name_or_id) for side in (first, second))

@@ -21,8 +21,10 @@ BETWEEN_NIGHTS = {"cpu": 0.01, "cuda": 0.004}
 """Assumed standard deviation of a cell's log throughput between nights, without the noise of
 trials. Recorded nights replace it bit by bit."""
 ASSUMED_DEGREES = 20.0
-"""Weight of the assumed variance, and of all cells' variance in a cell's, in degrees of freedom."""
+"""Degrees of freedom that the assumed variance gets in the pooled one, and the pooled one in a
+cell's."""
 FOUND = 0.95
+"""Probability of finding the smallest slowdown that is stated."""
 METHOD = (
     "a night's log throughput minus the mean of the good nights before it, adjusted by the control."
     " The error is the standard deviation between nights, moderated over all cells (Smyth,"
@@ -34,7 +36,7 @@ METHOD = (
 
 def rates(cells: int) -> tuple[float, float]:
     """Returns the one-sided error rates of a slowdown that one night shows, and of one that two
-    nights in a row show. A third of the false alarms is for each, and one for slow drift."""
+    nights in a row show. Both and slow drift get a third of the false alarms each."""
     share = ALARMS_A_YEAR / 365 / max(1, cells) / 3
     return share, math.sqrt(share)
 
@@ -103,7 +105,11 @@ def judged(
 def _change(
     tonight: MeasuredCell, nights: Sequence[MeasuredCell], same_torch: bool = True
 ) -> _Change | None:
-    """Without `same_torch`, the control changed too: takes the smaller change with and without."""
+    """Returns the change from the mean of the nights; None without an earlier night.
+
+    Without `same_torch`, the control changed too. Then the smaller of the changes with and without
+    its adjustment counts.
+    """
     cells = [*(cell for cell in nights if cell.ok and cell.comparable(tonight)), tonight]
     speeds = [speed for cell in cells if (speed := cell.result.speed.log_throughput)]
     if len(speeds) < 2:

@@ -85,9 +85,9 @@ def unmet(requirements: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _within(version: str, bounds: str) -> bool:
-    """Returns whether a version is within bounds such as `>=2.10,<2.14`, like the release that it
-    precedes. Without the package `packaging`, which is required itself, it counts as within, and
-    with the variable UNTRIED no version is too new."""
+    """Returns whether a version is within bounds such as `>=2.10,<2.14`. A pre-release counts as
+    its release. Without the package `packaging`, which is required itself, every version counts as
+    within. With the variable UNTRIED, no version is too new."""
     try:
         from packaging.specifiers import SpecifierSet
         from packaging.version import Version
