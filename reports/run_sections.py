@@ -73,7 +73,6 @@ def _environment_line(report: RunReport) -> str:
 # Name, title, content, short title, whether Markdown has it, line while closed, condition.
 SECTIONS: tuple[Section[RunReport], ...] = (
     Section("verdict", "Verdict", verdict_blocks, "", True),
-    Section("claims", "Claims of training guides", claims_blocks, "Claims", True),
     Section("largest", "Largest trainable model, or longest sequence", largest_blocks),
     Section(
         "effects",
@@ -93,6 +92,7 @@ SECTIONS: tuple[Section[RunReport], ...] = (
     ),
     Section("ranking", "Throughput and memory", ranking_blocks, "", True, runs=_no_search),
     Section("scaling", "Scaling", SCALING_PANELS, "", True),
+    Section("claims", "Claims of training guides", claims_blocks, "Claims", True),
     Section(
         "failures",
         "What failed, diverged or did not run",
