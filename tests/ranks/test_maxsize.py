@@ -58,7 +58,7 @@ def test_the_largest_model_is_found_to_one_block_and_verified(table, strategy: s
 
 def test_what_filled_the_budget_is_named(table) -> None:
     row = table["ddp"]
-    assert sum(row.fill.values()) == pytest.approx(BUDGET, rel=0.05)
+    assert 0.95 * BUDGET < sum(row.fill.values()) < 1.05 * BUDGET + STACKS
     assert row.fill["parameters"] == 4 * row.next_parameters
     assert dict(row.responsible)["gradient buckets of DDP's reducer"] == 4 * row.next_parameters
     assert row.fill["temporaries"] < 10 * MIB

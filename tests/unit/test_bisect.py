@@ -61,5 +61,5 @@ def test_equal_ends_are_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     stubs(tmp_path, monkeypatch, "none")
     with pytest.raises(UsageError, match="is no slower than"):
         told(bisect, "torch==2.13.0", "torch==2.15.0")
-    with pytest.raises(UsageError, match="two or more"):
+    with pytest.raises(UsageError, match="two candidates or more"):
         told(bisect, "torch==2.13.0")

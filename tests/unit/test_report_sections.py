@@ -197,7 +197,7 @@ def test_variants_next_to_their_model(sharded_results: Results) -> None:
 
 def test_largest_trainable_model(tmp_path: Path) -> None:
     page = page_of(searched(tmp_path), tmp_path)
-    assert page.headings[:4] == ["verdict", "claims", "largest", "states"]
+    assert page.headings[:4] == ["verdict", "largest", "claims", "states"]
     assert "contrary to theory" in page.text
     shown: dict[str, list[str]] = {}
     for _, field, value in page.grids:
