@@ -204,3 +204,12 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_called_reports_hides_no_package(tmp_path: Path) -> None:
+    """Each run writes one into the working directory."""
+    (tmp_path / "reports").mkdir()
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-m", "bench", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=inherited, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
