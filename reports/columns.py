@@ -123,7 +123,7 @@ def step_time_column() -> ReportColumn[CellResult]:
 
 
 def baseline_columns(cells: Sequence[CellResult]) -> list[ReportColumn[CellResult]]:
-    """Returns a column of throughput relative to the baseline; none if no cell has a baseline."""
+    """Returns a column of throughput relative to the baseline; no column without a baseline."""
     labels = {cell.cell.label for cell in cells if cell.relative.baseline == cell.cell_id}
     if not labels:
         return []

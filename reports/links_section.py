@@ -22,12 +22,10 @@ from reports.groups import Group
 from reports.line_chart import Bandwidths, Line
 from reports.names import NOTES, OVERSUBSCRIBED, cell_name, named
 from reports.run_report import RunReport
-from reports.text import DASH, bits, listed, number, size
+from reports.text import DASH, bits, number, size
 
 MOST_NAMED = 12
 EMULATED = "emulated links between nodes of one machine"
-TIED_BYTES = 0.02
-"""Relative difference in bytes below which strategies are not ordered."""
 
 
 @dataclass(frozen=True)
@@ -182,38 +180,6 @@ def _zero(points: Sequence[tuple[float, float]]) -> float:
     return x + (after - x) * y / (y - then) if y != then else x
 
 
-def order_by_bytes(series: Sequence[LinkSeries], slowest: MeasuredLink) -> str:
-    sent = [
-        strategy
-        for strategy in series
-        if strategy.sent is not None and slowest.request in strategy.by_link
-    ]
-    against, judged = [], 0
-    for a, b in itertools.combinations(sent, 2):
-        order = _order(a, b, slowest.request)
-        fast, slow = (a, b) if order > 0 else (b, a)
-        more, less = fast.sent or 0.0, slow.sent or 0.0
-        if order and abs(more - less) > TIED_BYTES * max(more, less):
-            judged += 1
-            if more > less:
-                text = f"{fast.label} ({size(more)}) is faster than {slow.label} ({size(less)})"
-                against.append((more / max(less, 1.0), text))
-    if not judged:
-        return ""
-    where = f"On the slowest link, {slowest.name} ({slowest.rate} measured),"
-    pairs = f"{plural(judged, 'pair')} with a significant difference"
-    if not against:
-        return (
-            f"{where} the order by throughput is the order of the bytes sent, fewest first, in all"
-            f" {pairs}."
-        )
-    worst = listed([text for _, text in sorted(against, reverse=True)], 3)
-    return (
-        f"{where} the faster of two strategies sends fewer bytes in {judged - len(against)} of"
-        f" {pairs}; not so: {worst}."
-    )
-
-
 @dataclass(frozen=True)
 class Chapter:
     """Strategies over several links in one setting."""
@@ -234,10 +200,6 @@ class Chapter:
     @functools.cached_property
     def crossovers(self) -> list[str]:
         return crossovers(self.series, self.links)
-
-    @property
-    def by_bytes(self) -> str:
-        return order_by_bytes(self.series, self.links[0])
 
 
 def chapters(
@@ -380,7 +342,6 @@ def _chapter_blocks(chapter: Chapter) -> ui.Blocks:
         text = prose("more crossovers", pairs=plural(more, "more pair"))
         crossings.append(ui.Paragraph(text, "small"))
     crossings.append(ui.Paragraph(prose("crossovers"), "small"))
-    crossings += [ui.Paragraph(data(chapter.by_bytes))] if chapter.by_bytes else []
     what = ui.Paragraph(f"Throughput ({chapter.group.unit}) over {EMULATED}.")
     return [
         ui.Only("text", [title, what]),

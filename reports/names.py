@@ -49,7 +49,7 @@ def marks(cell: CellResult) -> str:
 
 
 def dot(cell: CellResult) -> str:
-    """Marks cells of the verdict's set of those that may be the fastest."""
+    """Returns a mark for cells that the verdict counts among the possible fastest; else empty."""
     return DOT if cell.relative.may_be_fastest else ""
 
 

@@ -329,7 +329,7 @@ def cells_blocks(runs: Runs) -> ui.Blocks:
 
 
 def _table(lines: Sequence[ComparedCell], confidence: float) -> ui.Table:
-    """Returns both sides of cells and their ratio."""
+    """Returns a row per cell: figures of both sides, and their ratio."""
     columns = ui.heads(
         "A samples/s",
         "B samples/s",

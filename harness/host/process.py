@@ -67,8 +67,8 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def starting_without_stops() -> Iterator[None]:
-    """Blocks SIGINT and SIGTERM in processes that are started within, until they call `take_stops`:
-    Ctrl-C reaches the whole process group, also a process that is still importing."""
+    """Blocks SIGINT and SIGTERM in processes started in this context until they call `take_stops`:
+    Ctrl-C reaches the whole process group, even a process that is still importing."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield

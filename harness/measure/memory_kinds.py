@@ -249,7 +249,7 @@ def held_bytes(meter: MemoryMeter, train_state: TrainState | None) -> dict[str, 
 
 
 def _others(states: Sequence[Retained], device_type: str) -> dict[str, object]:
-    """Returns bytes of tensors outside the states; without states, also those of nn.Parameters."""
+    """Returns bytes of tensors outside the states. If no states are known, parameters count too."""
     import torch
 
     seen = {_storage(tensor)[0] for _, _, tensor in states if isinstance(tensor, torch.Tensor)}

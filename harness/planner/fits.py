@@ -146,7 +146,7 @@ class FitQuestion:
         return FUSED[:1] if {"library", "loss"} & {*self.fixed} else FUSED
 
     def recipe(self, **fields: object) -> Recipe:
-        """Returns a recipe with these fields, unless the user chose others."""
+        """Returns a recipe with these fields; what the user chose takes precedence."""
         fixed = {**self.fixed}
         targets = fixed.pop("targets", ALL_LINEAR)
         base = fixed.pop("base", "nf4-double")

@@ -169,6 +169,11 @@ class ZeroOptions(Strategy):
                 f"DeepSpeed's stages 1 to 3 update fp32 masters, and {workload.name} has none: use"
                 f" {workload.in_fp32} with precision {workload.arithmetic}"
             )
+        if workload.double:
+            raise Refused(
+                f"DeepSpeed trains in fp32 or half precision, and {workload.double} is in fp64;"
+                " build the model in fp32, or use ddp"
+            )
         if self.stage > 1 and workload.repeated:
             raise Refused(
                 f"DeepSpeed reduces the gradient of {workload.repeated[0]} before all its parts are"

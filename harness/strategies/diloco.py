@@ -178,9 +178,13 @@ def _no_transport() -> object:
             return ""
 
         def send_checkpoint(self, *_: object, **__: object) -> None:
-            raise RuntimeError("a replica asked for a checkpoint, but all started together")
+            raise RuntimeError(
+                "a replica asked for a checkpoint, although all replicas started together"
+            )
 
         def recv_checkpoint(self, *_: object, **__: object) -> Any:
-            raise RuntimeError("a replica needs a checkpoint, but all started together")
+            raise RuntimeError(
+                "a replica needs a checkpoint, although all replicas started together"
+            )
 
     return NoTransport()

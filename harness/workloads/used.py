@@ -1,4 +1,4 @@
-"""How a user's model uses its parameters, found by training it on a few samples."""
+"""What a user's model has for parameters, and how it uses them on a few samples."""
 
 from __future__ import annotations
 
@@ -19,6 +19,22 @@ if TYPE_CHECKING:
 
     from harness.workloads.workload import Workload
 
+NOT_SHARDED = {
+    "is complex": (
+        "shards tensors of real numbers; store its real and imaginary parts in a last dimension,"
+        " and use torch.view_as_complex in forward"
+    ),
+    "has no dimension": "shards the first dimension; give it the shape (1,)",
+    "is not contiguous": (
+        "flattens contiguous parameters; leave out memory_format for the model, and keep it for the"
+        " inputs"
+    ),
+    "has another dtype than most": (
+        "shards parameters of one dtype; build the model in fp32, and let the cell's precision"
+        " choose the arithmetic"
+    ),
+}
+"""What sharding libraries do instead with a parameter of this property, and what would be right."""
 TRIED_SAMPLES = 64
 """Number of samples whose losses may show that a parameter takes part in some of them."""
 
@@ -70,3 +86,25 @@ def _find(model: nn.Module, loss: Callable[[nn.Module, list[int]], Tensor]) -> U
         tuple(name for name in trained if 0 < losses[name] < pairs),
         tuple(name for name in trained if name in repeated),
     )
+
+
+def first_with(model: nn.Module) -> dict[str, str]:
+    """Returns the name of the first parameter with each property that strategies may not support;
+    empty if no parameter has it."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    kinds = [p.dtype for _, p in named]
+    found = {
+        "is complex": [name for name, p in named if p.is_complex()],
+        "is in fp64": [name for name, p in named if str(p.dtype) == "torch.float64"],
+        "has no dimension": [name for name, p in named if p.ndim == 0],
+        "is not contiguous": [name for name, p in named if not p.is_contiguous()],
+        "has another dtype than most": [
+            name for name, p in named if p.dtype != max(kinds, key=kinds.count)
+        ],
+        "sparse gradient": [
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if getattr(module, "sparse", False) and hasattr(module, "weight")
+        ],
+    }
+    return {what: next(iter(names), "") for what, names in found.items()}

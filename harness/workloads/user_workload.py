@@ -18,7 +18,7 @@ from harness.cell.errors import Refused, UsageError
 from harness.cell.training import Tolerance, of_each_tensor
 from harness.host.user_code import UserClass, first_line, one_line
 from harness.workloads.structure import block_lists, has_batch_norm, key_biases, tied_parameters
-from harness.workloads.used import TRIED_SAMPLES, find_used
+from harness.workloads.used import NOT_SHARDED, TRIED_SAMPLES, find_used, first_with
 from harness.workloads.workload import (
     MOST_TRIED,
     REPEATED_WITHIN,
@@ -235,13 +235,18 @@ class UserWorkload(Workload):
                 f"a batch of {self.name} has tensors without a row per sample, which cannot be cut"
                 " into parts; use one micro-batch, and not data_parallel"
             )
+        if self.double and cell.precision != "fp32":
+            raise Refused(
+                f"{self.double} in {self.name} is in fp64, which stays fp64 in {cell.precision};"
+                " build the model in fp32, or use precision fp32"
+            )
         properties = self._first_with
         if name := properties["sparse gradient"]:
             raise Refused(
                 f"the gradient of {name} in {self.name} is sparse, and {cell.optimizer} takes dense"
                 " ones; use sparse=False in the module"
             )
-        for what, instead in _NOT_SHARDED.items():
+        for what, instead in NOT_SHARDED.items():
             if shards_parameters and (name := properties[what]):
                 raise Refused(
                     f"{name} in {self.name} {what}, and {cell.strategy} {instead}, or use ddp"
@@ -277,6 +282,10 @@ class UserWorkload(Workload):
                 f" {layout.tensor}"
             ) from None
 
+    @property
+    def double(self) -> str:
+        return self._first_with["is in fp64"]
+
     def tolerance(self, cell: Cell) -> Tolerance | None:
         kinds = {str(p.dtype) for p in self._meta.parameters()}
         half = "bf16" if "torch.bfloat16" in kinds else "fp16" if "torch.float16" in kinds else ""
@@ -284,25 +293,7 @@ class UserWorkload(Workload):
 
     @functools.cached_property
     def _first_with(self) -> dict[str, str]:
-        """Name of the first parameter with each property that strategies may not support; empty
-        names without one."""
-        model = self._meta
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        kinds = [p.dtype for _, p in named]
-        found = {
-            "is complex": [name for name, p in named if p.is_complex()],
-            "has no dimension": [name for name, p in named if p.ndim == 0],
-            "is not contiguous": [name for name, p in named if not p.is_contiguous()],
-            "has another dtype than most": [
-                name for name, p in named if p.dtype != max(kinds, key=kinds.count)
-            ],
-            "sparse gradient": [
-                f"{name}.weight"
-                for name, module in model.named_modules()
-                if getattr(module, "sparse", False) and hasattr(module, "weight")
-            ],
-        }
-        return {what: next(iter(names), "") for what, names in found.items()}
+        return first_with(self._meta)
 
     def reject(self, why: str) -> NoReturn:
         raise UsageError(f"workload {self.name!r}: {why}")
@@ -540,21 +531,6 @@ def from_class(found: UserClass, blocks: tuple[str, ...] = ()) -> UserWorkload:
     return _with_structure(workload, blocks)
 
 
-_NOT_SHARDED = {
-    "is complex": (
-        "shards tensors of real numbers; store its real and imaginary parts in a last dimension,"
-        " and use torch.view_as_complex in forward"
-    ),
-    "has no dimension": "shards the first dimension; give it the shape (1,)",
-    "is not contiguous": (
-        "flattens contiguous parameters; leave out memory_format for the model, and keep it for the"
-        " inputs"
-    ),
-    "has another dtype than most": (
-        "shards parameters of one dtype; build the model in fp32, and let the cell's precision"
-        " choose the arithmetic"
-    ),
-}
 _KINDS: dict[object, str] = {
     inspect.Parameter.POSITIONAL_OR_KEYWORD: "",
     inspect.Parameter.VAR_KEYWORD: "**",

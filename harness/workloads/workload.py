@@ -334,6 +334,11 @@ class Workload:
         return None
 
     @property
+    def double(self) -> str:
+        """Name of the first parameter in fp64; empty if there is none."""
+        return ""
+
+    @property
     def in_fp32(self) -> str | None:
         """Name of the same workload with fp32 weights; None if this one has them."""
         return None

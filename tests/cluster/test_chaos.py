@@ -46,7 +46,7 @@ def targets(slurm: Slurm, kind: str) -> list[psutil.Process]:
             for p in slurm.of_kind("multiprocessing.forkserver")
             if "forkserver" in " ".join(p.parent().cmdline())
         ]
-    if kind == "shell":  # the batch step's, not one that restarts an agent
+    if kind == "shell":  # the batch step's shell, not a shell that restarts an agent
         return [
             p
             for p in slurm.of_kind("bash", "slurm/multinode.sbatch")

@@ -100,6 +100,25 @@ def test_strides_and_missing_matrices_are_refused_before_launch(tmp_path: Path) 
     assert not reasons(workload, strategy="ddp")
 
 
+def test_fp64_models_are_refused_where_they_cannot_train(tmp_path: Path) -> None:
+    text = """
+        def build(self):
+            return nn.Linear(4, 3).double()
+
+        def batch(self, samples):
+            return self.x[samples % 64].double(), self.y[samples % 64]
+
+        def loss(self, output, labels):
+            return F.cross_entropy(output, labels)
+    """
+    workload = made(tmp_path, text)
+    (reason,) = reasons(workload, strategy="deepspeed")
+    assert "weight is in fp64" in reason
+    (reason,) = reasons(workload, strategy="ddp", precision="bf16")
+    assert "stays fp64 in bf16" in reason
+    assert not reasons(workload, strategy="fsdp2")
+
+
 HEADS = f"""
         hidden_size = 6
 
