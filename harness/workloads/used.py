@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from harness.cell.durable import read_cached, write_cached
@@ -46,6 +46,7 @@ class Used:
     unused: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
+    stateful: bool = False
 
 
 def find_used(
@@ -55,12 +56,15 @@ def find_used(
     cannot be trained, which `require_trainable` explains, or not in torch's fake mode."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    file = cache_file("used", workload, "2")
+    file = cache_file("used", workload, "3")
     if text := read_cached(file):
         return parsed(Used, text)
     try:
         with FakeTensorMode() if in_fake_mode else contextlib.nullcontext():
             used = _find(workload.build(0), loss)
+        if not in_fake_mode:
+            model = workload.build(0)
+            used = replace(used, stateful=len({float(loss(model, [0, 1])) for _ in "12"}) > 1)
     except Exception:  # whatever a user's code raises
         return Used()
     write_cached(file, json.dumps(asdict(used)))

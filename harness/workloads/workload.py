@@ -91,6 +91,8 @@ class Workload:
     repeated: tuple[str, ...] = ()
     """Names of parameters that get a gradient several times in a backward pass, as in a module that
     reentrant checkpoints run several times."""
+    stateful: bool = False
+    """Whether its forward changes what the next one computes, as spectral norm's does."""
     built_frozen: bool = False
     """Whether its class freezes some parameters."""
     spectrum: tuple[int, int] | None = None

@@ -61,7 +61,8 @@ def test_what_filled_the_budget_is_named(table) -> None:
     assert 0.95 * BUDGET < sum(row.fill.values()) < 1.05 * BUDGET + STACKS
     assert row.fill["parameters"] == 4 * row.next_parameters
     assert dict(row.responsible)["gradient buckets of DDP's reducer"] == 4 * row.next_parameters
-    assert row.fill["temporaries"] < 10 * MIB
+    # If memory runs out in the update, AdamW holds temporary copies of the parameters.
+    assert row.fill["temporaries"] < 10 * MIB + row.fill["parameters"]
     assert row.fill["other tensors"] < 10 * MIB
 
 

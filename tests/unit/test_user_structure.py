@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.cell.cell import Cell
 from harness.cell.errors import UsageError
 from harness.workloads import counts, make_workload
 from harness.workloads.counts import model_facts
@@ -117,6 +118,21 @@ def test_fp64_models_are_refused_where_they_cannot_train(tmp_path: Path) -> None
     (reason,) = reasons(workload, strategy="ddp", precision="bf16")
     assert "stays fp64 in bf16" in reason
     assert not reasons(workload, strategy="fsdp2")
+
+
+def test_a_forward_that_changes_the_next_one_gets_a_tolerance(tmp_path: Path) -> None:
+    text = f"""
+        def build(self):
+            wide = nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32))
+            return nn.Sequential(nn.Linear(4, 32), wide, nn.Linear(32, 3))
+{VECTORS}
+    """
+    workload = made(tmp_path, text)
+    tolerance = workload.tolerance(Cell(strategy="fsdp2", workload=workload.name, devices=2))
+    assert tolerance is not None
+    assert "changes what the next one computes" in tolerance.reason
+    (tmp_path / "plain").mkdir()
+    assert not made(tmp_path / "plain", LEVELS).stateful
 
 
 HEADS = f"""
