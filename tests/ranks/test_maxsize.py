@@ -62,8 +62,8 @@ def test_what_filled_the_budget_is_named(table) -> None:
     assert row.fill["parameters"] == 4 * row.next_parameters
     assert dict(row.responsible)["gradient buckets of DDP's reducer"] == 4 * row.next_parameters
     # If memory runs out in the update, AdamW holds temporary copies of the parameters.
-    assert row.fill["temporaries"] < 10 * MIB + row.fill["parameters"]
-    assert row.fill["other tensors"] < 10 * MIB
+    rest = row.fill["temporaries"] + row.fill["other tensors"]
+    assert rest < 20 * MIB + row.fill["parameters"]
 
 
 def test_sharding_trains_a_larger_model(table) -> None:
