@@ -20,6 +20,7 @@ from pathlib import Path
 
 from scipy.stats import t
 
+from bench.api import TRIED_MATRICES
 from bench.expand import cells_of
 from harness.analysis.consistency import loss_deviations, mean_losses
 from harness.analysis.stats import over_cycles, percentile
@@ -42,12 +43,13 @@ CONFIDENCE = 0.95
 
 def studied() -> list[Cell]:
     """Returns the fastest cells of the kept run's headline, and the fastest of each library, as
-    matrix `full` has them now."""
+    the matrices have them now."""
     report = ran(load(ROOT / "results" / "reference"))
     assert report.leading is not None
     rows = report.leading.rows
     first = [next(row for row in rows if row.cell.strategy == name) for name in LIBRARIES]
-    now, chosen = {cell.name: cell for cell in cells_of("full", [])}, {}
+    now = {cell.name: cell for matrix in TRIED_MATRICES for cell in cells_of(matrix, [])}
+    chosen = {}
     for cell in (row.cell for row in [*rows[:FASTEST], *first]):
         named = cell.model_copy(update={"options": cell.options | cell.set_unnamed})
         chosen[named.name] = now[named.name]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.studies import parity_deviations
+from docs.studies import exported_scripts, parity_deviations
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 
@@ -23,3 +23,7 @@ def test_deviations_are_compared_with_their_limits(
     deviation, limit, headroom = map(float, found["loss"])
     assert 0 < deviation < limit
     assert headroom == pytest.approx(limit / deviation, rel=0.1)
+
+
+def test_each_cell_of_the_exported_scripts_is_in_a_matrix() -> None:
+    assert {cell.strategy for cell in exported_scripts.studied()} >= set(exported_scripts.LIBRARIES)
