@@ -202,7 +202,7 @@ class Launcher:
             except (EOFError, ConnectionError):
                 self._restart_fork_server()
                 return self._run_ranks(spec, command, on_progress, store, stop, waited)
-        except (OSError, RuntimeError, EOFError) as error:  # torch raises RuntimeError
+        except _NOT_STARTED as error:
             lines = str(error).strip().splitlines()
             reason = f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
             return RankOutputs(not_started=reason), str(spec.cell.launcher)
@@ -252,6 +252,9 @@ class Launcher:
                         )
                 except KeyboardInterrupt:
                     left.interrupted = True
+                except _NOT_STARTED:
+                    if not (watch.passed or watch.hang):  # else killed while they were restarted
+                        raise
                 finally:
                     psutil.wait_procs(kill(), timeout=5)
                     for control in controls:
@@ -354,6 +357,7 @@ def _is_python(program: str) -> bool:
     return first.startswith(b"#!") and b"python" in first
 
 
+_NOT_STARTED = (OSError, RuntimeError, EOFError)  # torch raises RuntimeError
 _AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SHUTDOWN_SECONDS = 2
 

@@ -120,7 +120,7 @@ def test_a_timeout_also_ends_ranks_that_torch_restarts(launcher: Launcher) -> No
     hanging = faulty("hangs", time_limit_seconds=8)
     data = prepare_data(hanging.data, make_workload(hanging.workload), hanging.sequence_length)
     outcome = launcher.run(hanging, data, 2, max_restarts=3)
-    assert outcome.status == "timeout"
+    assert outcome.status == "timeout", outcome.reason
     assert outcome.wall_seconds < 60
 
 
