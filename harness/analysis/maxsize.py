@@ -96,10 +96,10 @@ class MaxsizeResult:
         if self.holding is None:
             return {}
         sizes = dict(self.holding.kinds)
-        sizes["other tensors"] = self.holding.other
-        # Stacks of threads that ended before the limit are used again, and are not in use twice.
-        left = max(0.0, self.holding.in_use - sum(sizes.values()))
-        sizes["stacks of threads"] = min(self.holding.stacks, left)
+        remaining = max(0.0, self.holding.in_use - sum(sizes.values()))
+        # Stacks may be in use again, and tensors may be views of a library's buffers.
+        sizes["stacks of threads"] = min(self.holding.stacks, remaining)
+        sizes["other tensors"] = min(self.holding.other, remaining - sizes["stacks of threads"])
         sizes["rest"] = max(0.0, self.holding.in_use - sum(sizes.values()))
         sizes["temporaries"] = max(0.0, self.budget - self.holding.in_use)
         return sizes

@@ -58,12 +58,11 @@ def test_the_largest_model_is_found_to_one_block_and_verified(table, strategy: s
 
 def test_what_filled_the_budget_is_named(table) -> None:
     row = table["ddp"]
-    assert 0.95 * BUDGET < sum(row.fill.values()) < 1.05 * BUDGET + STACKS
+    assert sum(row.fill.values()) == pytest.approx(BUDGET, rel=0.05)
     assert row.fill["parameters"] == 4 * row.next_parameters
     assert dict(row.responsible)["gradient buckets of DDP's reducer"] == 4 * row.next_parameters
-    # If memory runs out in the update, AdamW holds temporary copies of the parameters.
-    rest = row.fill["temporaries"] + row.fill["other tensors"]
-    assert rest < 20 * MIB + row.fill["parameters"]
+    assert row.fill["temporaries"] < 10 * MIB
+    assert row.fill["other tensors"] < 10 * MIB
 
 
 def test_sharding_trains_a_larger_model(table) -> None:
