@@ -178,13 +178,9 @@ def _no_transport() -> object:
             return ""
 
         def send_checkpoint(self, *_: object, **__: object) -> None:
-            raise RuntimeError(
-                "a replica asked for a checkpoint, although all replicas started together"
-            )
+            raise RuntimeError("a replica asked for a checkpoint, although all started together")
 
         def recv_checkpoint(self, *_: object, **__: object) -> Any:
-            raise RuntimeError(
-                "a replica needs a checkpoint, although all replicas started together"
-            )
+            raise RuntimeError("a replica needs a checkpoint, although all started together")
 
     return NoTransport()

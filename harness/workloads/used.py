@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from harness.cell.durable import read_cached, write_cached
+from harness.cell.training import EXACT
 from harness.cell.yaml_text import parsed
-from harness.workloads.workload import cache_file
+from harness.workloads.workload import cache_file, losses_differ
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +65,8 @@ def find_used(
             used = _find(workload.build(0), loss)
         if not in_fake_mode:
             model = workload.build(0)
-            used = replace(used, stateful=len({float(loss(model, [0, 1])) for _ in "12"}) > 1)
+            first, again = (loss(model, [0, 1]).item() for _ in range(2))
+            used = replace(used, stateful=losses_differ(first, again, EXACT.loss))
     except Exception:  # whatever a user's code raises
         return Used()
     write_cached(file, json.dumps(asdict(used)))
@@ -97,7 +99,7 @@ def first_with(model: nn.Module) -> dict[str, str]:
     empty if no parameter has it."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     kinds = [p.dtype for _, p in named]
-    found = {
+    names_of = {
         "is complex": [name for name, p in named if p.is_complex()],
         "is in fp64": [name for name, p in named if str(p.dtype) == "torch.float64"],
         "has no dimension": [name for name, p in named if p.ndim == 0],
@@ -111,4 +113,4 @@ def first_with(model: nn.Module) -> dict[str, str]:
             if getattr(module, "sparse", False) and hasattr(module, "weight")
         ],
     }
-    return {what: next(iter(names), "") for what, names in found.items()}
+    return {what: next(iter(names), "") for what, names in names_of.items()}
