@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.cell.errors import UsageError
+from harness.host.packages import how_to_install
 from harness.record.plan import matrix_name
 from harness.record.trial import TrialRecord
 from reports import run_facts
@@ -94,10 +95,9 @@ def need(target: str) -> None:
         with quiet():
             importlib.import_module(library)
     except ImportError as error:
-        how = f"pip install 'parallelism-bench[{target}]'"
         raise UsageError(
             f"publishing for {target} needs the package {library}, which cannot be imported here"
-            f" ({error}): {how}"
+            f" ({error}): {how_to_install(target)}"
         ) from None
 
 

@@ -140,6 +140,10 @@ def is_installed(package: str) -> bool:
     return installed
 
 
+def how_to_install(extra: str) -> str:
+    return f"make setup in a checkout, or pip install 'parallelism-bench[{extra}]'"
+
+
 def _is_hidden(package: str) -> bool:
     return package in _MODULES and _MODULES[package] is None
 

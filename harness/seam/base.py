@@ -195,7 +195,7 @@ class Strategy(CostModel, BaseModel, ABC):
     requires: ClassVar[tuple[str, ...]] = ()
     """Packages beyond torch; a missing one makes the cell `unavailable`."""
     install: ClassVar[str] = ""
-    """How to install the packages. Empty means `pip install 'parallelism-bench[PACKAGE]'`."""
+    """How to install the packages. Empty means `how_to_install(PACKAGE)`."""
     capabilities: ClassVar[Capabilities] = Capabilities()
 
     def layout(self, devices: int) -> Layout:

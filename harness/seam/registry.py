@@ -14,7 +14,7 @@ from harness.cell.cell import SCRIPT, Cell, is_script
 from harness.cell.errors import Refused, Unavailable, UsageError, first_error
 from harness.cell.training import Layout
 from harness.host.environment import missing_compiler, version_of
-from harness.host.packages import is_installed, unbuilt
+from harness.host.packages import how_to_install, is_installed, unbuilt
 from harness.host.user_code import digest_of, names_user_class, user_class
 from harness.seam.base import Strategy
 from harness.seam.checkpoints import admit_checkpoint, saving_cell
@@ -208,10 +208,8 @@ def _require(package: str, install: str = "") -> None:
     if is_installed(package):
         return
     failure = unbuilt(package)
-    remedy = install or f"pip install 'parallelism-bench[{package}]'"
-    raise Unavailable(
-        f"package {package} is not installed: {failure.reason if failure else remedy}"
-    )
+    remedy = failure.reason if failure else install or how_to_install(package)
+    raise Unavailable(f"package {package} is not installed: {remedy}")
 
 
 def validate(cell: Cell, workload: Workload, here: bool = True) -> tuple[Strategy, Layout]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from harness.cell.errors import Refused, Unavailable
 from harness.cell.training import EXACT, Batch, Layout, States, Tolerance, TrainStep
+from harness.host.packages import how_to_install
 from harness.seam import Capabilities, Cell, Job, ModelFacts, Strategy
 from harness.seam.formulas import fsdp_transient, model_states, whole_model_states
 from harness.seam.job import LOSS_SCALE, own_precision
@@ -58,7 +59,7 @@ class AccelerateEngine(Strategy):
         if self.zero:
             if importlib.util.find_spec("deepspeed") is None:
                 raise Unavailable(
-                    "package deepspeed is not installed: pip install 'parallelism-bench[deepspeed]'"
+                    f"package deepspeed is not installed: {how_to_install('deepspeed')}"
                 )
             self.zero.check(cell, workload)
 

@@ -18,6 +18,7 @@ import numpy as np
 from harness.cell import durable
 from harness.cell.errors import UsageError
 from harness.host.folders import cache_folder
+from harness.host.packages import how_to_install
 from harness.host.user_code import one_line
 from harness.workloads.family import HAS_DECODER
 
@@ -461,7 +462,7 @@ def _hub_rows(name: str, where: str, labelled: bool) -> Rows:
         import datasets
     except ImportError:
         raise UsageError(
-            f"data {name!r} needs the package datasets: pip install 'parallelism-bench[datasets]'"
+            f"data {name!r} needs the package datasets: {how_to_install('datasets')}"
         ) from None
     try:
         if any(Path(where, file).is_file() for file in ("state.json", "dataset_dict.json")):
