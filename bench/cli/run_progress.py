@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from bench.cli.terminal import duration, table
 from harness.analysis.maxsize import millions
+from harness.analysis.scripts import rate_unit
 from harness.cell.errors import plural
 from harness.record.plan import Growth, steps_of
 from harness.record.trial import NOT_AGAIN
@@ -133,7 +134,7 @@ class RunProgress(ProgressListener):
             self.out.print(f"[red]{trial.status}[/red] {escape(cell.name)}: {escape(trial.reason)}")
         elif not self.bar:
             rate = (
-                f"{trial.samples_per_second:.1f} samples/s"
+                f"{trial.samples_per_second:.1f} {rate_unit(cell)}"
                 if trial.samples_per_second
                 else trial.status
             )

@@ -9,6 +9,7 @@ from harness.analysis.cell_result import NOT_CHECKED, CellResult
 from harness.analysis.ranking import compare
 from harness.analysis.setting import grouped
 from harness.analysis.stats import PAIR_CONFIDENCE
+from harness.cell.cell import Cell, is_script
 
 
 def script_sentences(cells: Iterable[CellResult]) -> list[str]:
@@ -21,13 +22,17 @@ def script_sentences(cells: Iterable[CellResult]) -> list[str]:
     return [*sentences, *sorted({f"Not checked: {cell.reason}." for cell in unchecked})]
 
 
+def rate_unit(cell: Cell) -> str:
+    """Returns what is counted each second: a script's steps, unless the user gave its batch."""
+    return "steps/s" if is_script(cell.strategy) and cell.global_batch == 1 else "samples/s"
+
+
 def _figures(result: CellResult) -> str:
     speed, peak = result.speed, result.memory.peak_memory_bytes
-    unit = "steps/s" if result.cell.global_batch == 1 else "samples/s"
     ends = speed.samples_per_second_low, speed.samples_per_second_high
     losses = [loss for loss in result.parity.losses if loss is not None and math.isfinite(loss)]
     parts = [
-        f"{speed.samples_per_second or 0.0:.4g} {unit}",
+        f"{speed.samples_per_second or 0.0:.4g} {rate_unit(result.cell)}",
         f"95%: {ends[0]:.4g} to {ends[1]:.4g}" if ends[0] and ends[1] else "one trial",
         f"{speed.tokens_per_second:.4g} tokens/s" if speed.tokens_per_second else "",
         f"peak {peak / 2**20:.0f} MiB per rank" if peak else "",
@@ -41,4 +46,5 @@ def _compared(first: CellResult, other: CellResult) -> str:
     if ratio is None or ratio.low is None or ratio.high is None:
         return f"{names}: not compared, as each has one trial."
     within = f"{100 * PAIR_CONFIDENCE:g}%: {ratio.low:.3f} to {ratio.high:.3f}"
-    return f"{names}: {ratio.verdict}, {ratio.ratio:.3f} times the throughput ({within})."
+    rate = rate_unit(first.cell)
+    return f"{names}: {ratio.verdict}, {ratio.ratio:.3f} times the {rate} ({within})."

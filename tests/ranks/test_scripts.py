@@ -52,7 +52,7 @@ def test_two_settings_of_a_script_are_compared(
     assert all(f"scripts/{name}" in sentence for sentence in (first, second, compared))
     assert "steps/s, 95%: " in first
     assert arguments in first + second
-    assert "times the throughput" in compared
+    assert "times the steps/s" in compared
     assert "nobody checked" in unchecked
 
 
