@@ -12,7 +12,8 @@ from harness.launch.launcher import LauncherProtocol
 from harness.launch.outcome import Outcome
 from harness.measure.rank_traffic import Call, algorithm_bytes, logical_bytes
 from harness.measure.step_breakdown import own_seconds, straggler
-from harness.record.profile_record import GPU_PARTS, ProfileRecord
+from harness.record.plan import KINDS
+from harness.record.profile_record import COMPONENTS, GPU_PARTS, ProfileRecord
 from harness.run.metrics import all_known
 from harness.seam.registry import own_command, validate
 from harness.worker.rank_answer import ProfiledAnswer
@@ -99,9 +100,6 @@ def _with_times(
         [[own_seconds(step) for step in steps] for steps in zip(*workers, strict=True)]
     )
 
-    def seconds(component: str) -> tuple[float, ...]:
-        return tuple(step[component] for step in steps)
-
     return replace(
         record,
         profiled_steps=len(slowest),
@@ -111,22 +109,14 @@ def _with_times(
         own_seconds=tuple(own_seconds(step) for step in steps),
         straggler=late and late[0],
         straggler_excess=late and late[1],
-        compute_seconds=seconds("compute"),
-        communication_seconds=seconds("communication"),
-        optimizer_seconds=seconds("optimizer"),
-        data_seconds=seconds("data"),
-        bubble_seconds=seconds("bubble"),
-        offload_seconds=seconds("offload"),
-        other_seconds=seconds("other"),
-        operators_seconds=seconds("operators"),
-        **_on_gpus(steps),
+        **_by_part(steps),
     )
 
 
-def _on_gpus(steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    names = [f"gpu_{part}" for part in GPU_PARTS]
-    by_rank = [step for step in steps if names[0] in step]
-    return {f"{name}_seconds": tuple(step[name] for step in by_rank) for name in names}
+def _by_part(steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Returns fields of the record: each rank's seconds in each part of a step."""
+    names = (*COMPONENTS, "operators", *(f"gpu_{part}" for part in GPU_PARTS))
+    return {f"{name}_seconds": tuple(s[name] for s in steps if name in s) for name in names}
 
 
 def _without_unknown(step: Mapping[str, float | None]) -> dict[str, float]:
@@ -161,18 +151,12 @@ def _with_memory(record: ProfileRecord, ranks: Sequence[ProfiledAnswer]) -> Prof
     if len(peaks) < len(ranks):
         return record
 
-    def held(kind: str) -> tuple[int, ...]:
-        return tuple(peak[kind] for peak in peaks)
-
+    kinds = (*KINDS, "activations", "other")
+    held: dict[str, Any] = {f"peak_{k}_bytes": tuple(peak[k] for peak in peaks) for k in kinds}
     fullest = max(ranks, key=lambda rank: rank.memory["peak"] if rank.memory else 0)
     return replace(
         record,
         unseen_buffers=json.dumps(fullest.unseen_buffers),
-        peak_tracked_bytes=held("peak"),
-        peak_parameters_bytes=held("parameters"),
-        peak_gradients_bytes=held("gradients"),
-        peak_optimizer_bytes=held("optimizer"),
-        peak_activations_bytes=held("activations"),
-        peak_library_bytes=held("library"),
-        peak_other_bytes=held("other"),
+        peak_tracked_bytes=tuple(peak["peak"] for peak in peaks),
+        **held,
     )
