@@ -146,8 +146,8 @@ def test_ranks_of_a_large_world_are_the_first_of_each_stage() -> None:
 
 def test_every_substitution_is_in_the_document() -> None:
     text = " ".join((ROOT / "docs" / "explanation" / "rehearsal.md").read_text().split())
-    for substitution in SUBSTITUTIONS:
-        assert f"| {substitution.what} | {substitution.instead} |" in text
+    for what in SUBSTITUTIONS:
+        assert f"| {what} | " in text
 
 
 @quiet

@@ -46,15 +46,6 @@ put = mock.patch.object
 _SWAP = torch.utils.swap_tensors
 
 
-@dataclass(frozen=True)
-class Substitution:
-    """A replaced part of torch that needs data or other ranks."""
-
-    what: str
-    instead: str
-    patches: Callable[[Job], Iterable[Patch]]
-
-
 class CopyableFakeMode(FakeTensorMode):
     """A fake mode that deep copies share, and that remembers the results of `all()` as true."""
 
@@ -273,68 +264,23 @@ def update_in_c(job: Job) -> Iterator[Patch]:
         yield put(adam.CPUAdamBuilder, "load", lambda builder: module)
 
 
-SUBSTITUTIONS = (
-    Substitution(
-        "values of tensors",
-        "`.item()` returns 0 and `all()` true; `nonzero` selects everything",
-        values,
-    ),
-    Substitution(
-        "`torch.utils.swap_tensors` when a module is moved",
-        "only parameters whose device or dtype changes are exchanged",
-        moved_modules,
-    ),
-    Substitution(
-        "transformers' check whether a tensor has data",
-        "always true, or it would make attention masks that real training does not need",
-        data_in_masks,
-    ),
-    Substitution("`torch.save`", "writes an empty file", files),
-    Substitution("saved weights of a model", "weights drawn from its config", saved_weights),
-    Substitution(
-        "`torch.distributed.all_reduce` with `async_op`",
-        "the collective of the process group `fake`, which returns at once; its future has the"
-        " tensor itself",
-        asynchronous_all_reduce,
-    ),
-    Substitution(
-        "a pipeline's messages",
-        "the same, but a message keeps its tensor until it has been waited for, as gloo's do",
-        messages,
-    ),
-    Substitution(
-        "`DeviceMesh`",
-        "made and read with real tensors, because the ranks in it are needed",
-        meshes,
-    ),
-    Substitution(
-        "DDP's reducer, which is C++",
-        "the comparison of shapes between ranks and the second arrangement of buckets are left"
-        " out; the all-reduce of a bucket is torch's `allreduce_hook`, in Python",
-        ddp_reducer,
-    ),
-    Substitution(
-        "FSDP1's check whether a tensor has memory",
-        "reads the size of its storage instead of its address",
-        flat_parameter_memory,
-    ),
-    Substitution(
-        "a pipeline's exchange of shapes between stages",
-        "computes what the neighbour would send from batch, sequence and hidden size",
-        neighbouring_stages,
-    ),
-    Substitution(
-        "DeepSpeed's check that all ranks run the modules in one order",
-        "left out",
-        same_order_on_all_ranks,
-    ),
-    Substitution(
-        "DeepSpeed's Adam in C++, which would read the tensors",
-        "updates nothing; it works in place and allocates nothing",
-        update_in_c,
-    ),
-)
-"""All replacements except the `fake` process group, which replaces gloo."""
+SUBSTITUTIONS: dict[str, Callable[[Job], Iterable[Patch]]] = {
+    "values of tensors": values,
+    "`torch.utils.swap_tensors` when a module is moved": moved_modules,
+    "transformers' check whether a tensor has data": data_in_masks,
+    "`torch.save`": files,
+    "saved weights of a model": saved_weights,
+    "`torch.distributed.all_reduce` with `async_op`": asynchronous_all_reduce,
+    "a pipeline's messages": messages,
+    "`DeviceMesh`": meshes,
+    "DDP's reducer, which is C++": ddp_reducer,
+    "FSDP1's check whether a tensor has memory": flat_parameter_memory,
+    "a pipeline's exchange of shapes between stages": neighbouring_stages,
+    "DeepSpeed's check that all ranks run the modules in one order": same_order_on_all_ranks,
+    "DeepSpeed's Adam in C++, which would read the tensors": update_in_c,
+}
+"""Parts of torch that need data or other ranks, and patches that replace them; the process group
+`fake` replaces gloo. docs/explanation/rehearsal.md says what each does instead."""
 
 
 @contextlib.contextmanager
@@ -347,8 +293,8 @@ def fake_rank(strategy: Strategy, job: Job) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.dict(os.environ, launcher_variables(job)))
             stack.enter_context(globals_put_back(strategy.requires))
-            for substitution in SUBSTITUTIONS:
-                for patch in substitution.patches(job):
+            for patches in SUBSTITUTIONS.values():
+                for patch in patches(job):
                     stack.enter_context(patch)
             stack.enter_context(CopyableFakeMode())
             yield
