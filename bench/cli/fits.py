@@ -160,11 +160,14 @@ def _print(question: FitQuestion, result: FitAnswer, command: str, as_json: bool
 def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
     recipe = result.recipe
     on = f" with {', '.join(result.turn_on)}" if result.turn_on else ""
+    offloaded = (
+        f" and {host:.0f} GiB of host memory" if (host := result.host_bytes / GIB) > 1 else ""
+    )
     first = (
         f"{result.verdict}: {question.shape.name}, {question.method}, on {question.gpus} x"
         f" {question.gpu.host_name}{on} needs {result.peak_bytes / GIB:.1f} of"
-        f" {result.usable_bytes / GIB:.1f} GiB on each GPU (reserved by torch, which allocates"
-        f" {result.allocated_bytes / GIB:.1f}; margin"
+        f" {result.usable_bytes / GIB:.1f} GiB on each GPU{offloaded} (reserved by torch, which"
+        f" allocates {result.allocated_bytes / GIB:.1f}; margin"
         f" {result.margin_bytes / GIB:+.1f} GiB, {result.fits:.0%} likely to fit)"
     )
     lines = [first]
@@ -195,8 +198,9 @@ def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
         for option in result.remedies
     ]
     if offload := result.offload:
+        each = ", gradients reduced in each micro-batch" if recipe.accumulation > 1 else ""
         lines.append(
-            "to make it fit: offload states to host memory (FSDP2's CPUOffloadPolicy):"
+            f"to make it fit: offload states to host memory (FSDP2's CPUOffloadPolicy{each}):"
             f" {offload.peak_bytes / GIB:.1f} GiB on each GPU, {offload.host_bytes / GIB:.0f} GiB"
             " of host memory; the speed depends on the host"
         )

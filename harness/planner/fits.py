@@ -85,6 +85,8 @@ class FitAnswer:
     allocated_bytes: float
     """Peak of the tensors alone (`max_memory_allocated`)."""
     usable_bytes: float
+    host_bytes: float
+    """Host memory of all GPUs together, for what the recipe offloads."""
     tokens_per_second: float
     """Throughput of all GPUs together."""
     tokens_low: float
@@ -227,6 +229,7 @@ def answer(question: FitQuestion) -> FitAnswer:
         needed.demand,
         needed.peak,
         usable_bytes(question.gpu, question.gpus),
+        host_bytes(question.shape, recipe),
         rate,
         rate / within,
         rate * within,
@@ -244,7 +247,8 @@ def _offload(question: FitQuestion) -> OffloadedFit | None:
     """Returns what full sharding with offload needs, with as little fused code as possible; None if
     it does not surely fit."""
     for fused in question.codes:
-        recipe = question.recipe(sharding="full", recompute="full", offload=True, **fused)
+        states = {"sharding": "full", "offload": True, "synchronised": True}
+        recipe = question.recipe(recompute="full", **states, **fused)
         fits = probability(question, recipe)
         if fits >= SURE:
             peak = footprint(question.shape, recipe).demand
