@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast, get_args
 
 from bench.run_options import CommandOptions, RunOptions, taking
 from harness.cell.errors import UsageError
@@ -173,18 +173,19 @@ def plan(
     layouts: Sequence[PlannedLayout] | None = None,
     rehearse: int = 0,
     like: str | None = None,
+    loss: str | None = None,
 ) -> ClusterPlan:
     """Predicts the best layouts of a training on GPUs such as `64 x h100-80gb`; see `bench plan`.
 
-    `layouts`: layouts to consider, by default all. `like`: the program that trains. Raises
-    UsageError.
+    `layouts`: layouts to consider, by default all. `like`: the program that trains. `loss`: that
+    of FSDP2's layouts, by default the program's. Raises UsageError.
     """
     from harness.host.gpu_models import parse_gpus
     from harness.planner.cluster.cluster_plan import plan as predicted
     from harness.planner.cluster.hardware import cluster_of
     from harness.planner.cluster.hf_config import parse_shape
     from harness.planner.cluster.question import ClusterQuestion, PlannedLayouts
-    from harness.planner.cluster.recipe import PROGRAMS, named, precision_named
+    from harness.planner.cluster.recipe import PROGRAMS, Loss, named, precision_named
 
     if price is not None and not 0 < price <= MAX_PRICE:
         raise UsageError(f"price {price:g}: give a price above 0 and at most {MAX_PRICE:g}")
@@ -196,8 +197,9 @@ def plan(
         cluster = measured_cluster(cluster, Path(results))
     recipe = precision_named(precision)
     program = named("program", like, PROGRAMS) if like else ""
+    kind = cast("Loss | None", loss and named("loss", loss, get_args(Loss)))
     question = ClusterQuestion(
-        parse_shape(model), cluster, sequence_length, batch, count, recipe, program
+        parse_shape(model), cluster, sequence_length, batch, count, recipe, program, kind
     )
     constants = plan_constants(calibration, results, cluster)
     chosen = None if layouts is None else PlannedLayouts.of(layouts)

@@ -77,6 +77,15 @@ LikeProgram: TypeAlias = Annotated[
         show_default=False,
     ),
 ]
+PlanLoss: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--loss",
+        help="Loss of FSDP2's layouts: plain, fused, in-place or chunked (Liger)."
+        " \\[default: that of --like, else plain]",
+        show_default=False,
+    ),
+]
 
 
 def plan(
@@ -89,6 +98,7 @@ def plan(
     batch: Batch = 256,
     precision: StatesPrecision = "bf16",
     like: LikeProgram = None,
+    loss: PlanLoss = None,
     goal: Goal = "throughput",
     price: Price = None,
     top: Top = 10,
@@ -118,6 +128,7 @@ def plan(
         batch=batch,
         precision=precision,
         like=like,
+        loss=loss,
         goal=goal,
         price=price,
         top=top,

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench import api
 from bench.cli.plan import plan as command
 from harness.cell.errors import UsageError
 from harness.planner.cluster.calibration import DEFAULT, load
@@ -24,6 +25,7 @@ from harness.planner.cluster.layout_memory import model_states
 from harness.planner.cluster.model_shape import ModelShape, empty_stages, stages
 from harness.planner.cluster.question import (
     ClusterQuestion,
+    PlannedLayout,
     enumerate_layouts,
 )
 from harness.planner.cluster.recipe import STATES
@@ -72,9 +74,22 @@ def test_model_states_are_those_of_the_zero_paper() -> None:
     assert checked == 54
 
 
+def test_a_loss_without_logits_saves_their_memory() -> None:
+    layout = PlannedLayout(8, zero=3, micro_batch=2, accumulation=4)
+    plain, chunked = (
+        api.plan("qwen3-8b", gpus="8 x h100", batch=64, layouts=[layout], loss=loss).candidates[0]
+        for loss in (None, "chunked")
+    )
+    logits = 2 * 4096 * 151936
+    assert 8 * logits < plain.allocated_bytes - chunked.allocated_bytes < 13 * logits
+    with pytest.raises(UsageError, match="loss 'liger' is unknown"):
+        api.plan("qwen3-8b", loss="liger")
+
+
 def test_published_models_have_their_parameters() -> None:
     published = {"llama-3.2-1b": 1.24, "llama-7b": 6.74, "llama-8b": 8.03, "llama-70b": 70.6}
     published |= {"llama-405b": 405.9, "mixtral-8x7b": 46.7, "gpt-175b": 175, "playbook-3b": 3.57}
+    published |= {"gemma-2-9b": 9.24, "gemma-3-27b": 27.0, "qwen3-235b-a22b": 235.1}
     for name, billions in published.items():
         assert named_shapes()[name].parameters / 1e9 == pytest.approx(billions, rel=0.006)
 

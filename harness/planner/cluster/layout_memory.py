@@ -270,7 +270,7 @@ def native_memory(question: ClusterQuestion, layouts: PlannedLayouts) -> NativeM
             question.sequence_length,
             question.precision,
             program.library,
-            program.loss,
+            question.loss or program.loss,
         )
         found = footprint(shape, recipe)
         deviation = math.hypot(spread(shape, recipe), CODE_SPREAD)

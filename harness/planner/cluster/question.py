@@ -11,7 +11,7 @@ from harness.cell.errors import UsageError
 from harness.planner.cluster.calibration import Bools, Floats, Ints
 from harness.planner.cluster.hardware import Cluster
 from harness.planner.cluster.model_shape import ModelShape, empty_stages
-from harness.planner.cluster.recipe import PROGRAMS, RECOMPUTE, Precision, Program
+from harness.planner.cluster.recipe import PROGRAMS, RECOMPUTE, Loss, Precision, Program
 
 MOST = {"sequence_length": 10**9, "global_batch": 10**9, "devices": 2**20}
 """Maximum values, to catch mistakes and 64-bit overflow."""
@@ -147,6 +147,8 @@ class ClusterQuestion:
     precision: Precision = "bf16"
     like: str = ""
     """Name of the program in PROGRAMS that trains; empty for torch's own code."""
+    loss: Loss | None = None
+    """Loss of FSDP2's layouts; None for the program's."""
 
     @property
     def program(self) -> Program:
