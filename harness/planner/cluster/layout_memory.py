@@ -91,11 +91,13 @@ def _parameters(shape: ModelShape, stage: LayerStage, expert_ranks: Ints) -> Flo
 
 def _states(held: Floats, owned: Floats, layouts: PlannedLayouts, of: StateBytes) -> Floats:
     """Returns the bytes of model states on the device, without offloaded states. Gradients of
-    offloaded parameters leave it layer by layer (ZeRO-Infinity, arXiv 2104.07857)."""
+    offloaded parameters leave it layer by layer (ZeRO-Infinity, arXiv 2104.07857), unless they stay
+    whole until the last micro-batch."""
     parameters, gradients, optimizer = model_states(
         held, owned, layouts.zero, of, layouts.whole_gradients
     )
-    on_device = np.where(layouts.offload >= 2, 0.0, parameters + gradients)
+    kept = layouts.whole_gradients * gradients
+    on_device = np.where(layouts.offload >= 2, kept, parameters + gradients)
     result: Floats = on_device + np.where(layouts.offload >= 1, 0.0, optimizer)
     return result
 
