@@ -436,29 +436,6 @@ def test_offload_leaves_what_is_gathered_and_reduced_on_the_gpu() -> None:
         assert 0 < reduced < states.gradient * shards
 
 
-def test_gradients_of_earlier_micro_batches_stay_on_the_gpu() -> None:
-    """LLaMA 7B took micro-batches of 2 on four A100-40, not of 3 (stanford_alpaca, issue 280)."""
-    words = (
-        "llama-7b --gpus 4xa100-40gb --method full --like transformers --sharding full --seq 512"
-    )
-    words += " --offload yes --recompute none"
-    peaks = [
-        verdict_of(f"{words} --micro-batch {size} --accumulation {parts}")[1]["peak_bytes"] / 2**30
-        for size, parts in ((2, 1), (2, 8), (3, 8))
-    ]
-    assert peaks[0] < 15
-    assert 32 < peaks[1] < 35
-    assert 36 < peaks[2] < 39
-
-
-def test_host_memory_of_an_offload_that_was_asked_for() -> None:
-    """500 GB were not enough for Llama 3.1 70B (torchtune, issue 1871)."""
-    words = "llama-3.1-70b --gpus 8x4090 --method full --like torchtune --seq 1024 --offload yes"
-    assert 600 < verdict_of(words)[1]["host_bytes"] / 2**30 < 900
-    text = CliRunner().invoke(app, ["fits", *words.split()]).stdout
-    assert "of 22.6 GiB on each GPU and 788 GiB of host memory" in text
-
-
 @pytest.mark.parametrize(
     ("options", "warned"),
     [
