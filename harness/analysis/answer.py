@@ -16,7 +16,14 @@ from harness.analysis.ranking import (
     may_be_fastest,
 )
 from harness.analysis.setting import by_setting, grouped
-from harness.analysis.stats import CONFIDENCE, EQUAL, Comparison, LogEstimate, ratio
+from harness.analysis.stats import (
+    CONFIDENCE,
+    EQUAL,
+    SMALLEST_EFFECT,
+    Comparison,
+    LogEstimate,
+    ratio,
+)
 from harness.cell.cell import BASELINE, TECHNIQUES
 from harness.cell.errors import plural
 from harness.cell.training import half_precision
@@ -374,7 +381,9 @@ def _chosen(
     if not better:
         return baseline
     if both := [cell for cell in better if cell in ties]:
-        return min(both, key=complexity)
+        fastest = max(both, key=lambda cell: cell.speed.samples_per_second or 0.0)
+        same = [cell for cell in both if _ratio(cell, fastest) >= 1 - SMALLEST_EFFECT]
+        return min(same, key=complexity)
     return max(better, key=lambda cell: cell.relative.over_baseline_low or 0.0)
 
 

@@ -361,6 +361,21 @@ def test_the_usual_choice_stays_until_something_is_known_to_beat_it(
         assert found.advice[0].cell.cell_id == expected
 
 
+@pytest.mark.parametrize(("behind", "expected"), [(0.04, "first"), (0.004, "second")])
+def test_a_simpler_cell_is_used_only_if_it_is_as_fast(
+    cells: list[CellResult], behind: float, expected: str
+) -> None:
+    """Both are known to be faster than the baseline, and either may be the fastest."""
+    first, second = first_and_second(cells, behind, 0.02)
+    usual = first_and_second(cells, 0.15, 0.001)[1]
+    first = first.varied(options={"controller": "mpi"})
+    three = [first, second, dataclasses.replace(usual.varied(strategy="usual"), cell_id="usual")]
+    relative = dataclasses.replace(usual.relative, baseline="usual")
+    found = answer(with_verdicts([dataclasses.replace(c, relative=relative) for c in three]))
+    assert found is not None
+    assert found.advice[0].cell.cell_id == expected
+
+
 def test_no_advice_where_there_is_nothing_to_choose(cells: list[CellResult]) -> None:
     two = first_and_second(cells, 0.2, 0.01)
     assert nothing_to_choose(two) == ""
