@@ -429,7 +429,7 @@ class UserWorkload(Workload):
     @functools.cached_property
     def _zero_gradients(self) -> dict[str, list[int]]:
         """Elements with a zero gradient, by name of a parameter with one dimension."""
-        file = cache_file("zero_gradients", self, "2")
+        file = cache_file("zero_gradients", self, "3")
         if (text := read_cached(file)) is None:
             text = json.dumps(self._find_zero_gradients())
             write_cached(file, text)
@@ -446,7 +446,10 @@ class UserWorkload(Workload):
         if self._too_large_to_try:
             return by_name
         try:
-            single, double = (self._gradients(dtype) for dtype in (torch.float32, torch.float64))
+            for count in (2, 16):  # in two samples, rounding errors may cancel too
+                single, double = (self._gradients(d, count) for d in (torch.float32, torch.float64))
+                if all(g.any() for g in single.values() if g.ndim == 1):
+                    break
         except Exception:  # whatever a model raises in fp64
             return by_name
         most = max((float(g.abs().max()) for g in double.values() if g.numel()), default=0.0)
@@ -457,10 +460,10 @@ class UserWorkload(Workload):
             if (where & (single[name] != 0)).any()
         }
 
-    def _gradients(self, dtype: torch.dtype) -> dict[str, Tensor]:
+    def _gradients(self, dtype: torch.dtype, samples: int) -> dict[str, Tensor]:
         model = self.build(0).to(dtype)
         inputs, labels = of_each_tensor(
-            lambda t: t.to(dtype) if t.is_floating_point() else t, self.rows([0, 1])
+            lambda t: t.to(dtype) if t.is_floating_point() else t, self.rows(range(samples))
         )
         self.loss(self.logits(model, inputs), labels).backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

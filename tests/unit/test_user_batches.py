@@ -235,6 +235,26 @@ def test_batch_norm_before_a_layer_and_lazy_sizes_are_counted_in_training_mode(
     assert "BatchNorm" in reasons(workload, strategy="ddp", micro_batches=4, global_batch=8)[0]
 
 
+def test_a_bias_that_cancels_in_differences_is_found(tmp_path: Path) -> None:
+    """In two samples its gradient is exactly zero, in 16 it is rounding."""
+    text = """
+        def build(self):
+            class Triplets(nn.Linear):
+                def forward(self, a, b, c):
+                    return super().forward(a), super().forward(b), super().forward(c)
+            return Triplets(4, 3)
+
+        def batch(self, samples):
+            return tuple(self.x[(samples + more) % 64] for more in range(3)), self.y[samples % 64]
+
+        def loss(self, output, labels):
+            return F.triplet_margin_loss(*output)
+    """
+    workload = made(tmp_path, text)
+    assert not len(workload.without_zero_gradient("bias", torch.ones(3)))
+    assert len(workload.without_zero_gradient("weight", torch.ones(12))) == 12
+
+
 def test_imaginary_parts_are_compared() -> None:
     assert in_fp32(torch.tensor([1 + 2j])).tolist() == [[1.0, 2.0]]
     assert in_fp32(torch.tensor([1.5]).bfloat16()).tolist() == [1.5]
