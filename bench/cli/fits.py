@@ -198,9 +198,9 @@ def _lines(question: FitQuestion, result: FitAnswer, command: str) -> list[str]:
         for option in result.remedies
     ]
     if offload := result.offload:
-        each = ", gradients reduced in each micro-batch" if recipe.accumulation > 1 else ""
+        reduced = ", gradients reduced in each micro-batch" if recipe.accumulation > 1 else ""
         lines.append(
-            f"to make it fit: offload states to host memory (FSDP2's CPUOffloadPolicy{each}):"
+            f"to make it fit: offload states to host memory (FSDP2's CPUOffloadPolicy{reduced}):"
             f" {offload.peak_bytes / GIB:.1f} GiB on each GPU, {offload.host_bytes / GIB:.0f} GiB"
             " of host memory; the speed depends on the host"
         )

@@ -96,8 +96,8 @@ def _states(held: Floats, owned: Floats, layouts: PlannedLayouts, of: StateBytes
     parameters, gradients, optimizer = model_states(
         held, owned, layouts.zero, of, layouts.whole_gradients
     )
-    kept = layouts.whole_gradients * gradients
-    on_device = np.where(layouts.offload >= 2, kept, parameters + gradients)
+    unreduced = layouts.whole_gradients * gradients
+    on_device = np.where(layouts.offload >= 2, unreduced, parameters + gradients)
     result: Floats = on_device + np.where(layouts.offload >= 1, 0.0, optimizer)
     return result
 
