@@ -26,6 +26,7 @@ NOT_SHARDED = {
         " and use torch.view_as_complex in forward"
     ),
     "has no dimension": "shards the first dimension; give it the shape (1,)",
+    "has no element": "shards tensors with elements; leave it out",
     "is not contiguous": (
         "flattens contiguous parameters; leave out memory_format for the model, and keep it for the"
         " inputs"
@@ -114,6 +115,7 @@ def first_with(model: nn.Module) -> dict[str, str]:
         "is complex": [name for name, p in named if p.is_complex()],
         "is in fp64": [name for name, p in named if str(p.dtype) == "torch.float64"],
         "has no dimension": [name for name, p in named if p.ndim == 0],
+        "has no element": [name for name, p in named if p.numel() == 0],
         "is not contiguous": [name for name, p in named if not p.is_contiguous()],
         "has another dtype than most": [
             name for name, p in named if p.dtype != max(kinds, key=kinds.count)

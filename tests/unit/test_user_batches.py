@@ -164,6 +164,47 @@ def test_a_changing_loss_is_refused_by_its_cause(tmp_path: Path, forward: str, c
         made(tmp_path, text).require_trainable(1)
 
 
+@pytest.mark.parametrize(("shards", "options"), [("fsdp2", {}), ("deepspeed", {"stage": 3})])
+def test_a_parameter_without_elements_is_not_sharded(
+    tmp_path: Path, shards: str, options: dict[str, int]
+) -> None:
+    text = """
+        def build(self):
+            class Own(nn.Linear):
+                def __init__(self):
+                    super().__init__(4, 3)
+                    self.none = nn.Parameter(torch.zeros(0, 3))
+                def forward(self, x):
+                    return super().forward(x) + self.none.sum(0)
+            return Own()
+
+        def batch(self, samples):
+            return self.x[samples % 64], self.y[samples % 64]
+
+        def loss(self, output, labels):
+            return F.cross_entropy(output, labels)
+    """
+    workload = made(tmp_path, text)
+    (reason,) = reasons(workload, strategy=shards, options=options)
+    assert "none in mine.py:Mine has no element" in reason
+    assert not reasons(workload, strategy="ddp")
+
+
+def test_a_compiled_model_is_refused(tmp_path: Path) -> None:
+    text = """
+        def build(self):
+            return torch.compile(nn.Linear(4, 3), backend="eager")
+
+        def batch(self, samples):
+            return self.x[samples % 64], self.y[samples % 64]
+
+        def loss(self, output, labels):
+            return F.cross_entropy(output, labels)
+    """
+    with pytest.raises(UsageError, match="a compiled model; return the module"):
+        made(tmp_path, text).require_trainable(1)
+
+
 def test_a_loss_over_the_whole_batch_trains_on_one_device(tmp_path: Path) -> None:
     text = """
         def batch(self, samples):
