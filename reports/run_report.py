@@ -92,9 +92,11 @@ class RunReport:
     @property
     def between_runs(self) -> str:
         """Gain of the advised cell in several runs, as seen when this one ended. Empty if it is
-        known from this run alone."""
+        known from this run alone, or the version that ran advised another cell."""
         sentences = self.results.conclusions["between_runs"].tolist()
-        return sentences[-1] if sentences else ""
+        rival = self.advised.rival if self.advised else None
+        said = sentences and rival and rival.cell.label in sentences[-1]
+        return sentences[-1] if said else ""
 
     @functools.cached_property
     def profiled(self) -> list[StepProfile]:
