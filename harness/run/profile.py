@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TypeAlias
 
 from harness.cell.cell import Cell
 from harness.launch.launcher import LauncherProtocol
@@ -20,6 +20,8 @@ from harness.worker.rank_answer import ProfiledAnswer
 from harness.worker.rank_profile import profiled_cell
 from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
+
+Fields: TypeAlias = dict[str, Any]
 
 
 def profile_cell(
@@ -113,7 +115,7 @@ def _with_times(
     )
 
 
-def _by_part(steps: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+def _by_part(steps: Sequence[Mapping[str, float]]) -> Fields:
     """Returns fields of the record: each rank's seconds in each part of a step."""
     names = (*COMPONENTS, "operators", *(f"gpu_{part}" for part in GPU_PARTS))
     return {f"{name}_seconds": tuple(s[name] for s in steps if name in s) for name in names}
@@ -152,7 +154,7 @@ def _with_memory(record: ProfileRecord, ranks: Sequence[ProfiledAnswer]) -> Prof
         return record
 
     kinds = (*KINDS, "activations", "other")
-    held: dict[str, Any] = {f"peak_{k}_bytes": tuple(peak[k] for peak in peaks) for k in kinds}
+    held: Fields = {f"peak_{k}_bytes": tuple(peak[k] for peak in peaks) for k in kinds}
     fullest = max(ranks, key=lambda rank: rank.memory["peak"] if rank.memory else 0)
     return replace(
         record,
