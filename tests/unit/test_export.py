@@ -24,6 +24,7 @@ from harness.cell.errors import UsageError
 from harness.export import TARGETS, export_files, plan_of, taken_by, write_files
 from harness.seam.registry import make_strategy
 from harness.workloads import make_workload
+from tests.commands import needs_horovod
 from tests.tiny_models import save_config
 from tests.unit.test_mixture import DIVIDES_RANKS
 
@@ -74,6 +75,7 @@ def pairs() -> list[tuple[Cell, str]]:
 
 @pytest.mark.slow
 def test_every_export_is_complete_and_readable(tmp_path: Path) -> None:
+    needs_horovod()
     seen = set()
     for cell, to in pairs():
         files, _ = export_files(cell, to)

@@ -10,6 +10,7 @@ from harness.cell.cell import Cell
 from harness.cell.errors import Refused, Unavailable
 from harness.seam.registry import validate
 from harness.workloads import make_workload
+from tests.commands import needs_horovod
 
 Axes = dict[str, Any]
 FLAT = {"options": {"use_orig_params": False}}
@@ -118,6 +119,8 @@ def test_a_change_that_cannot_be_trained_is_refused(
     strategy: str, plain: Axes, refused: Axes
 ) -> None:
     """The cell without the change is valid."""
+    if strategy == "horovod":
+        needs_horovod()
     for axes, is_refused in ((plain, False), (plain | refused, True)):
         cell = Cell(**{"strategy": strategy, "devices": 2, "workload": "llama-nano", **axes})
         workload = make_workload(cell.workload)

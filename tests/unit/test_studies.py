@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs.studies import exported_scripts, parity_deviations
+from tests.commands import needs_horovod
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 
@@ -15,6 +16,7 @@ REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 def test_deviations_are_compared_with_their_limits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    needs_horovod()
     monkeypatch.setattr(sys, "argv", ["parity_deviations", str(REFERENCE)])
     assert parity_deviations.main() in (0, 1)
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if "|" in line]
