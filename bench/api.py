@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, cast
 
 from bench.run_options import CommandOptions, RunOptions, taking
 from harness.cell.errors import UsageError
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from harness.planner.cluster.cluster_plan import ClusterPlan
     from harness.planner.cluster.hardware import Cluster
     from harness.planner.cluster.question import PlannedLayout
+    from harness.planner.cluster.recipe import Loss
     from harness.planner.fits import FitAnswer, FitQuestion
     from harness.planner.follow_up import StrategyOptions
     from harness.run.runner import ProgressListener
@@ -185,7 +186,8 @@ def plan(
     from harness.planner.cluster.hardware import cluster_of
     from harness.planner.cluster.hf_config import parse_shape
     from harness.planner.cluster.question import ClusterQuestion, PlannedLayouts
-    from harness.planner.cluster.recipe import PROGRAMS, Loss, named, precision_named
+    from harness.planner.cluster.recipe import PROGRAMS, named, precision_named
+    from harness.planner.tools import parsed
 
     if price is not None and not 0 < price <= MAX_PRICE:
         raise UsageError(f"price {price:g}: give a price above 0 and at most {MAX_PRICE:g}")
@@ -197,7 +199,7 @@ def plan(
         cluster = measured_cluster(cluster, Path(results))
     recipe = precision_named(precision)
     program = named("program", like, PROGRAMS) if like else ""
-    kind = cast("Loss | None", loss and named("loss", loss, get_args(Loss)))
+    kind = cast("Loss | None", loss and parsed("loss", loss))
     question = ClusterQuestion(
         parse_shape(model), cluster, sequence_length, batch, count, recipe, program, kind
     )

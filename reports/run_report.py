@@ -92,11 +92,11 @@ class RunReport:
     @property
     def between_runs(self) -> str:
         """Gain of the advised cell in several runs, as seen when this one ended. Empty if it is
-        known from this run alone, or the version that ran advised another cell."""
+        known from this run alone, or an older version advised another cell."""
         sentences = self.results.conclusions["between_runs"].tolist()
         rival = self.advised.rival if self.advised else None
-        said = sentences and rival and rival.cell.label in sentences[-1]
-        return sentences[-1] if said else ""
+        is_current = sentences and rival and rival.cell.label in sentences[-1]
+        return sentences[-1] if is_current else ""
 
     @functools.cached_property
     def profiled(self) -> list[StepProfile]:

@@ -328,8 +328,8 @@ class UserWorkload(Workload):
         large = self._too_large_to_try
         model = self._meta if large else self._try("build()", lambda: self.build(0))
         parameters = list(model.parameters())
-        if hasattr(model, "_orig_mod"):
-            self.reject("build() returned a compiled model; return the module (docs/compile.md)")
+        if any("_orig_mod" in name for name, _ in model.named_parameters()):
+            self.reject("build() compiled the model; return it uncompiled (docs/compile.md)")
         if not any(p.requires_grad for p in parameters):
             self.reject("build() returned a model without trainable parameters")
         if large:

@@ -371,9 +371,9 @@ def test_a_simpler_cell_is_used_only_if_it_is_as_fast(
     first = first.varied(options={"controller": "mpi"})
     three = [first, second, dataclasses.replace(usual.varied(strategy="usual"), cell_id="usual")]
     relative = dataclasses.replace(usual.relative, baseline="usual")
-    found = answer(with_verdicts([dataclasses.replace(c, relative=relative) for c in three]))
-    assert found is not None
-    assert found.advice[0].cell.cell_id == expected
+    advised = answer(with_verdicts([dataclasses.replace(c, relative=relative) for c in three]))
+    assert advised is not None
+    assert advised.advice[0].cell.cell_id == expected
 
 
 def test_no_advice_where_there_is_nothing_to_choose(cells: list[CellResult]) -> None:

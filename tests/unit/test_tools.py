@@ -343,8 +343,10 @@ def test_bytes_of_logits_hold_for_two_vocabularies(loss: str, per_logit: int) ->
 
 def test_torchtune_reduces_gradients_of_each_micro_batch() -> None:
     """Llama 2 70B took 51 GB on each of eight A100-80 (torchtune, issue 987)."""
-    words = "llama-2-70b --gpus 8xa100-80gb --method full --like torchtune --optimizer paged-adamw"
-    answers = [asked(f"{words} --accumulation {parts}") for parts in (1, 8)]
+    options = (
+        "llama-2-70b --gpus 8xa100-80gb --method full --like torchtune --optimizer paged-adamw"
+    )
+    answers = [asked(f"{options} --accumulation {parts}") for parts in (1, 8)]
     assert [answer["verdict"] for answer in answers] == ["yes", "yes"]
 
 
@@ -369,10 +371,10 @@ def test_a_large_quantised_base_fits_two_small_gpus_with_offload() -> None:
 
 def test_gradients_of_earlier_micro_batches_stay_on_the_gpu() -> None:
     """LLaMA 7B took micro-batches of 2 on four A100-40, not of 3 (stanford_alpaca, issue 280)."""
-    words = "llama-7b --gpus 4xa100-40gb --method full --like transformers --sharding full"
-    words += " --seq 512 --offload yes --recompute none"
+    options = "llama-7b --gpus 4xa100-40gb --method full --like transformers --sharding full"
+    options += " --seq 512 --offload yes --recompute none"
     one, several, larger = (
-        asked(f"{words} --micro-batch {size} --accumulation {parts}")["peak_bytes"] / 2**30
+        asked(f"{options} --micro-batch {size} --accumulation {parts}")["peak_bytes"] / 2**30
         for size, parts in ((2, 1), (2, 8), (3, 8))
     )
     assert one < 15
@@ -381,7 +383,7 @@ def test_gradients_of_earlier_micro_batches_stay_on_the_gpu() -> None:
 
 def test_an_offload_that_was_asked_for_has_its_host_memory() -> None:
     """500 GB were not enough for Llama 3.1 70B (torchtune, issue 1871)."""
-    words = "llama-3.1-70b --gpus 8x4090 --method full --like torchtune --seq 1024 --offload yes"
-    assert 600 < asked(words)["host_bytes"] / 2**30 < 900
-    text = CliRunner().invoke(app, ["fits", *words.split()]).stdout
+    options = "llama-3.1-70b --gpus 8x4090 --method full --like torchtune --seq 1024 --offload yes"
+    assert 600 < asked(options)["host_bytes"] / 2**30 < 900
+    text = CliRunner().invoke(app, ["fits", *options.split()]).stdout
     assert "of 22.6 GiB on each GPU and 788 GiB of host memory" in text

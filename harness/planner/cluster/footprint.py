@@ -141,7 +141,7 @@ def footprint(shape: ModelShape, recipe: Recipe) -> Footprint:
     share, more = OPTIMIZERS[recipe.optimizer]
     optimizer = share * moments + more
     if recipe.offload:
-        # FSDP keeps whole gradients of earlier micro-batches on the GPU.
+        # FSDP keeps accumulated gradients on the GPU.
         parameter, gradient, optimizer = 0.0, gradient * recipe.whole_gradients, 0.0
     gradients = gradient * (trained - alien if recipe.whole_gradients else trained / shards)
     loaded = frozen + parameter * trained / shards + WORKSPACE_BYTES
