@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from harness.cell.cell import Cell
+from harness.host.cores import oversubscribed
 from harness.measure.resource_use import CpuTime
 from harness.record.run_record import RankStep
 from harness.record.trial import TrialRecord
@@ -16,8 +17,9 @@ from harness.workloads.counts import ModelFacts
 
 
 def left_out_fields(run_id: str, cell: Cell, status: str, reason: str) -> dict[str, Any]:
-    """Returns a skipped cell's values by column."""
-    return dict(vars(left_out_record(run_id, cell, status, reason)))
+    """Returns a skipped cell's values by column, as on two cores."""
+    crowded = oversubscribed(cell, 2 * cell.nodes)
+    return dict(vars(left_out_record(run_id, cell, status, reason)), oversubscribed=crowded)
 
 
 def figures(
