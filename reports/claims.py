@@ -154,16 +154,16 @@ def _clipped_fp16(report: RunReport) -> str:
         return ""
     limits = listed([plain(limit) for limit in sorted({c.cell.clip_norm or 0.0 for c in cells})])
     return (
-        f"In fp16 with clipping at {limits}, {_names(list(by_id.values()))} train as one process"
-        " does. They unscale first: the norms that they clip are"
-        f" {number(min(norms))} to {number(max(norms))}."
+        f"In fp16 with clipping at {limits}, training is that of one process under"
+        f" {_names(list(by_id.values()))}. Gradients are unscaled before they are clipped: their"
+        f" norms are {number(min(norms))} to {number(max(norms))}."
     )
 
 
 def _config_file(report: RunReport) -> str:
     started = [c for c in report.cells if c.cell.options.get("config_file") and c.status == "ok"]
-    texts = [f"{cell.cell.label} is {cell.parity_and_steps}" for cell in started]
-    return f"Started by the library's own command, {listed(texts, MOST_NAMES)}." if texts else ""
+    texts = [f"{cell.cell.label} ({cell.parity_and_steps})" for cell in started]
+    return f"Started by the library's own command: {listed(texts, MOST_NAMES)}." if texts else ""
 
 
 CLAIMS: dict[str, Callable[[RunReport], str]] = {

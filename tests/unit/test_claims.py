@@ -110,15 +110,15 @@ def test_norms_in_fp16_are_those_of_unscaled_gradients(tmp_path: Path) -> None:
         cell = Cell(strategy=strategy, devices=2, precision="fp16", clip_norm=0.6)
         rows += trial_rows(cell, [1.0], gradient_norms=norms)
     assert sentence(tmp_path, rows) == (
-        "In fp16 with clipping at 0.6, amp and ddp train as one process does. They unscale first:"
-        " the norms that they clip are 1.00 to 2.00."
+        "In fp16 with clipping at 0.6, training is that of one process under amp and ddp."
+        " Gradients are unscaled before they are clipped: their norms are 1.00 to 2.00."
     )
 
 
 def test_a_config_file_is_told_with_its_parity(tmp_path: Path) -> None:
     cell = Cell(strategy="front", options={"config_file": True, "engine": "zero2"}, devices=2)
     assert sentence(tmp_path, trial_rows(cell, [1.0])) == (
-        "Started by the library's own command, front(config_file=true, engine=zero2) is exact."
+        "Started by the library's own command: front(config_file=true, engine=zero2) (exact)."
     )
 
 
