@@ -47,6 +47,7 @@ def test_each_process_gets_the_cores_near_its_gpus(
 ) -> None:
     """The host has two sockets, each with 16 cores and two GPUs."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed)))
+    monkeypatch.setattr(host_cores, "quota_cores", lambda: None)
     monkeypatch.setattr(Path, "exists", lambda _: False)  # no hardware threads
     near = SimpleNamespace(nearby_cores=lambda gpu: tuple(SOCKETS[gpu]))
     monkeypatch.setitem(sys.modules, "harness.host.gpu_inventory", near)  # type: ignore[arg-type]

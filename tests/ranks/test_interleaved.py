@@ -90,6 +90,7 @@ def test_a_race_trains_its_heats_interleaved(
     monkeypatch.setattr("harness.run.runner.InterleavedLauncher", lambda *_: interleaved)
     monkeypatch.setattr("harness.run.runner.Launcher", lambda _: launcher)
     monkeypatch.setattr("harness.run.runner.HEAT_SECONDS", 0.1)
+    monkeypatch.setattr("harness.host.cores.quota_cores", lambda: None)  # else nothing is raced
     for pid in interleaved.pids:
         launcher.ignore_pid(pid)
     fixed = cell("ddp_elastic")
@@ -173,13 +174,9 @@ def test_an_error_of_the_run_leaves_no_rank_waiting(interleaved: InterleavedLaun
         fine(outcome)
 
 
-def test_a_launchers_process_that_is_killed_is_one_failure(
-    interleaved: InterleavedLauncher,
-) -> None:
-    """One process is killed before its first turn, another while its ranks hang.
-
-    This test must be the last in the file, because it ends two of the shared processes.
-    """
+def test_a_launchers_process_that_is_killed_is_one_failure(plugin: object) -> None:
+    """One process is killed before its first turn, another while its ranks hang."""
+    interleaved = InterleavedLauncher([], 3)
     early, late = (psutil.Process(process.ready()) for process in interleaved._processes[1:])
     pool = interleaved._processes[1].pool
 
@@ -200,4 +197,4 @@ def test_a_launchers_process_that_is_killed_is_one_failure(
         for outcome in together(interleaved, cell("ddp"), cell("ddp")):
             fine(outcome)
     finally:
-        interleaved._processes[1].close()
+        interleaved.close()
