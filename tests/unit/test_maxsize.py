@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.cli.maxsize import maxsize
+from bench.cli.maxsize import CELLS, _plan, maxsize
 from harness.analysis.maxsize import MaxsizeResult, limits, maxsize_results, order_notes
 from harness.cell.cell import Cell
 from harness.cell.errors import NothingToResume, UsageError
@@ -30,6 +30,8 @@ from harness.run.maxsize import (
 )
 from harness.run.runner import ProgressListener, Runner
 from harness.seam.job import TrainState
+from harness.strategies._deepspeed_zero import SWAP_BUFFERS
+from harness.strategies.deepspeed import Deepspeed
 from harness.worker.spec import log_file
 from harness.workloads import make_workload
 from harness.workloads.counts import _count, model_facts, parameters_of
@@ -207,6 +209,21 @@ def test_a_block_grows_wider_by_whole_heads(tmp_path: Path) -> None:
     assert found.growth.what == "widest layer"
     assert found.winner
     assert found.winner.cell_id == cell_at_size(one, 20, Growth(width=64)).id
+
+
+@pytest.mark.parametrize("grow", CELLS)
+def test_no_search_contains_a_cell_that_is_always_refused(grow: Any) -> None:
+    plan = _plan(grow, "512MiB", 2, None, CELLS[grow], [], {})
+    assert [left.reason for left in plan.left_out if left.status == "refused"] == []
+
+
+def test_parameters_gathered_from_a_disk_fit_deepspeeds_swap_buffers() -> None:
+    """On one rank, `llama-512x51` had ended as "Not enough buffers 0 for swapping 1"."""
+    sizes = model_facts(make_workload("llama-512x51"), 16).sizes
+    zero = Deepspeed(stage=3, offload_optimizer="nvme", offload_parameters="nvme")
+    swapped = sorted(size for size in sizes if size > zero.persistent(sizes))
+    assert sum(swapped[:SWAP_BUFFERS]) > zero.live(sizes) > 0
+    assert zero.model_copy(update={"bucket_elements": 3}).live(sizes) == 3
 
 
 def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path) -> None:
