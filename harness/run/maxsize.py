@@ -35,9 +35,9 @@ from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import parameters_of
 
 MOST_STEPS = 4096
-# Approximate memory of a rank besides tensors: thread stacks, Python's heap, gloo buffers. It only
-# affects the first guess.
 OVERHEAD = 60 * 2**20
+"""Approximate memory of a rank besides tensors: thread stacks, Python's heap, gloo buffers. It only
+affects the first guess."""
 
 
 def hidden_size(budget: int) -> int:

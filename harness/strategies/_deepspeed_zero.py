@@ -265,14 +265,14 @@ class ZeroOptions(Strategy):
 
     def live(self, sizes: Sequence[int]) -> int:
         """Returns the maximum number of elements that stage 3 keeps gathered. Nothing is prefetched
-        while a layer exceeds it. From a disk, each parameter takes a swap buffer."""
+        while a layer exceeds it. Each parameter from a disk takes a swap buffer."""
         bucket = self.bucket(sizes)
-        if self.bucket_elements:
-            return bucket
-        if self.offload_parameters == "nvme":
-            swapped = sorted(size for size in sizes if size > self.persistent(sizes))
+        if self.offload_parameters == "nvme" and not self.bucket_elements:
+            whole = self.persistent(sizes)
+            swapped = sorted(size for size in sizes if size > whole)
             return min(bucket, sum(swapped[: SWAP_BUFFERS - 1]) or bucket)
-        return max(bucket, min(MOST_LIVE, sum(sizes) // 8))
+        most = 0 if self.bucket_elements else MOST_LIVE
+        return max(bucket, min(most, sum(sizes) // 8))
 
     def prefetched(self, sizes: Sequence[int]) -> int:
         return min(self.live(sizes), MOST_PREFETCHED)
