@@ -155,13 +155,11 @@ def parse(line: str) -> JobState:
     job_id = facts["JobId"]
     if "ArrayTaskId" in facts:
         job_id = f"{facts['ArrayJobId']}_{facts['ArrayTaskId']}"
-    nodes = facts.get("NodeList", "").replace("(null)", "")
-    reason = facts.get("Reason", "None").replace("None", "")
     return JobState(
         job_id,
         facts["JobState"],
-        reason,
-        nodes,
+        facts.get("Reason", "None").replace("None", ""),
+        facts.get("NodeList", "").replace("(null)", ""),
         int(facts.get("Restarts", "0")),
         facts.get("RunTime", ""),
     )
@@ -190,10 +188,10 @@ def submissions(results: Path) -> list[Submission]:
     """Returns recorded submissions; leaves out damaged lines, with a warning."""
     found = []
     for file in sorted((results / "slurm").rglob("submitted.jsonl")):
-        for line in file.read_bytes().splitlines(keepends=True):
+        for line in re.findall(rb"[^\n]+\n?", file.read_bytes()):
             try:
-                # Earlier versions wrote no digest.
-                text = unsealed(line.replace(b"\t", b"\n")) if b"\t" in line else line
+                old = line[: line.index(b"\n")]  # Earlier versions wrote no digest.
+                text = unsealed(line.replace(b"\t", b"\n")) if b"\t" in line else old
                 found.append(parsed(Submission, text))
             except ValueError:
                 text = f"{str(file)!r} is damaged: a line is left out"
