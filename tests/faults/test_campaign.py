@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,11 +73,15 @@ def test_nothing_is_lost_whatever_breaks(
     faults = campaign.order(FAULTS, CHOSEN)
     assert len(set(faults)) == min(FAULTS, len(CHOSEN))
     failed: dict[str, list[str]] = {}
-    for kind in faults:
+    started = time.monotonic()
+    for done, kind in enumerate(faults):
+        left = (time.monotonic() - started) * (FAULTS - done) / max(done, 1) / 60
+        print(f"{done + 1} of {FAULTS}, {left:.0f} min left: {kind}", file=sys.stderr, flush=True)
         try:
             campaign.strike(kind)
         except Exception as error:  # the others are still injected
             failed.setdefault(kind, []).append(f"{type(error).__name__}: {error}")
+            print(f"failed: {failed[kind][-1]}", file=sys.stderr, flush=True)
     print(f"\nseed {SEED}\n\n{table(Counter(faults), failed, campaign.seconds)}")
     for kind, reason in LEFT_OUT.items():
         print(f"left out: {kind}: {reason}")
