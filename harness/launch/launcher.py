@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import shutil
 import signal
 import socket
@@ -302,10 +303,10 @@ def _start_controls(spec: TrialSpec) -> list[BaseProcess]:
 
 
 def next_to_ranks(
-    function: Callable[[TrialSpec, Connection[Sent, Sent]], None], spec: TrialSpec
+    function: Callable[[TrialSpec, Connection[Sent | OSError, Sent]], None], spec: TrialSpec
 ) -> Sent | None:
     """Starts a process in the ranks' network, and returns what it sends first; None if it is killed
-    before."""
+    before. Raises OSError if no port is free."""
     context = multiprocessing.get_context("forkserver")
     receiver, sender = context.Pipe(duplex=False)
     with receiver:
@@ -313,6 +314,8 @@ def next_to_ranks(
             context.Process(target=function, args=(spec, sender)).start()
         with contextlib.suppress(EOFError):
             sent: Sent = receiver.recv()
+            if isinstance(sent, OSError):
+                raise sent
             return sent
     return None
 
@@ -342,19 +345,14 @@ def _run_command(command: list[str], spec: TrialSpec) -> int:
 
 
 def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind((LOOPBACK, 0))
+    with socket.create_server((LOOPBACK, 0)) as free:
         port: int = free.getsockname()[1]
     return port
 
 
 def _is_python(program: str) -> bool:
     file = shutil.which(program)
-    if not file:
-        return False
-    with open(file, "rb") as content:
-        first = content.readline(200)
-    return first.startswith(b"#!") and b"python" in first
+    return bool(file and re.match(rb"#!.*python", Path(file).read_bytes()))
 
 
 _NOT_STARTED = (OSError, RuntimeError, EOFError)  # torch raises RuntimeError

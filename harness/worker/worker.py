@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     import torch
+    from torch._C._distributed_c10d import TCPStore
 
     from harness.cell.training import TrainStep
     from harness.seam.base import Strategy
@@ -153,21 +154,19 @@ def run_spawned(local_rank: int, spec: TrialSpec, port: int) -> None:
     os._exit(0)
 
 
-def keep_store(spec: TrialSpec, sender: Connection[int, int]) -> None:
+def keep_store(spec: TrialSpec, sender: Connection[int | OSError, int]) -> None:
     """Opens the ranks' store, sends its port, and keeps it open until this process is killed."""
-    _serve_ranks()
-    store = open_store(LOOPBACK)
+    store = _serve_ranks(sender)
     sender.send(store.port)
     while True:
         signal.pause()
 
 
-def spawn_ranks(spec: TrialSpec, sender: Connection[dict[int, int], dict[int, int]]) -> None:
+def spawn_ranks(spec: TrialSpec, sender: Connection[dict[int, int] | OSError, object]) -> None:
     """Runs ranks by torch.multiprocessing.spawn, and sends the exit code of the failed one."""
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
-    _serve_ranks()
-    store = open_store(LOOPBACK)
+    store = _serve_ranks(sender)
     codes: dict[int, int] = {}
     try:
         spec = replace(spec, parent=os.getpid())
@@ -177,12 +176,17 @@ def spawn_ranks(spec: TrialSpec, sender: Connection[dict[int, int], dict[int, in
     sender.send(codes)
 
 
-def _serve_ranks() -> None:
-    """Leaves it to the launcher to end this process, and drops the warnings of torch's store that
-    nobody in the ranks' network knows host names."""
+def _serve_ranks(sender: Connection[OSError, object]) -> TCPStore:
+    """Opens the ranks' store, or sends the OSError. Leaves it to the launcher to end this process;
+    drops the warnings of torch's store that nobody in the ranks' network knows host names."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    try:
+        return open_store(LOOPBACK)
+    except OSError as error:
+        sender.send(error)
+        raise
 
 
 def failure(error: BaseException) -> FailureAnswer:
