@@ -323,13 +323,17 @@ def next_to_ranks(
 def _run_command(command: list[str], spec: TrialSpec) -> int:
     file = Path(spec.scratch) / "spec.json"
     file.write_text(spec.to_json())
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
     variables = {
         "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(threads_of(spec.cell, spec.cores[0])),
     }
     # Where the system permits no namespace, torchrun's store must still listen on loopback only.
-    bound = [sys.executable, "-m", "harness.host.tcp_store"] if _is_python(command[0]) else []
+    program = shutil.which(command[0])
+    is_python = program and re.match(rb"#!.*python", Path(program).read_bytes())
+    bound = [sys.executable, "-m", "harness.host.tcp_store"] if is_python else []
     alone = [sys.executable, "-m", "harness.host.process", *bound]
     with open(log_file(spec.scratch, 0), "ab") as log:
         process = subprocess.Popen(
@@ -342,17 +346,6 @@ def _run_command(command: list[str], spec: TrialSpec) -> int:
             preexec_fn=die_with_parent,
         )
         return process.wait()
-
-
-def _free_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as free:
-        port: int = free.getsockname()[1]
-    return port
-
-
-def _is_python(program: str) -> bool:
-    file = shutil.which(program)
-    return bool(file and re.match(rb"#!.*python", Path(file).read_bytes()))
 
 
 _NOT_STARTED = (OSError, RuntimeError, EOFError)  # torch raises RuntimeError

@@ -5,6 +5,7 @@ import functools
 import gc
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable
 
@@ -40,6 +41,10 @@ warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
 
 INITIALIZED_CUDA: str | None = None
 """Import that initialised CUDA, which makes it unusable in ranks."""
+
+
+# A launcher that is stopped while it sends what to start sends too little.
+sys.excepthook = lambda kind, *of: None if kind is EOFError else sys.__excepthook__(kind, *of)
 
 
 def _preload(name: str, load: Callable[[], object]) -> None:

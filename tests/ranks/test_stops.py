@@ -89,3 +89,38 @@ def test_a_stop_while_packages_are_imported_is_one_sentence(
     said = "".join(run.communicate(timeout=LONG))
     assert "Traceback" not in said
     assert run.returncode in (0, 130)
+
+
+CUT_OFF = """
+import os, socket
+from multiprocessing import forkserver
+import psutil
+from harness.launch.launcher import Launcher
+
+if __name__ == "__main__":
+    launcher = Launcher()
+    sentinel, writer = forkserver.connect_to_new_process([])
+    os.close(writer)  # before what to start was sent
+    child = forkserver.read_signed(sentinel)
+    assert forkserver.read_signed(sentinel) == 1, "the child ended well"
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(forkserver._forkserver._forkserver_address)
+    psutil.Process(launcher.fork_server).wait(60)
+    print("both ended")
+"""
+
+
+def test_a_stop_while_a_rank_is_started_is_no_traceback(tmp_path: Path) -> None:
+    """torch raises an exception at a signal, which may cut off what the fork server is sent."""
+    (tmp_path / "cut_off.py").write_text(CUT_OFF)
+    ended = subprocess.run(
+        [sys.executable, "cut_off.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+        check=False,
+    )
+    assert ended.stdout == "both ended\n", ended.stderr
+    assert "Traceback" not in ended.stderr
