@@ -135,7 +135,7 @@ def test_waiting_for_another_stage_is_the_bubble(launcher: Launcher) -> None:
     row = explained(launcher, "vertical", workload="llama-micro", global_batch=16)
     share = mean(row.bubble_seconds) / row.profiled_step_seconds
     assert 0.25 < share < 0.75
-    assert mean(row.communication_seconds) < 0.1 * row.profiled_step_seconds
+    assert mean(row.communication_seconds) < mean(row.bubble_seconds)
 
 
 @pytest.mark.alone
