@@ -101,6 +101,8 @@ class Launcher:
             "torch.multiprocessing.spawn",
         ):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+        # torch sets this one's level itself; it warns at a stop.
+        logging.getLogger("torch.distributed.elastic.agent.server.api").disabled = True
         adopt_orphans()
         remove_abandoned()
         keep_multiprocessing_files()

@@ -162,14 +162,17 @@ def test_without_a_reference_nothing_is_ranked(run_cells: RunCells) -> None:
     assert not cells(trials)["ranked"].any()
 
 
-def test_a_stop_is_recorded_as_interrupted(launcher: Launcher) -> None:
+def test_a_stop_is_recorded_as_interrupted(
+    launcher: Launcher, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     """SIGINT to the launching process while ranks train ends them, and the outcome is
-    interrupted."""
+    interrupted; torch adds no warning of its own."""
     workload = make_workload("llama-nano")
     data = prepare_data("stdlib", workload, 32)
     hanging = faulty("hangs", time_limit_seconds=LONG)
     outcome = launcher.run(hanging, data, 2, on_progress=at_first_step(interrupt))
     assert outcome.status == "interrupted"
+    assert "death signal" not in capfd.readouterr().err + caplog.text
 
 
 def test_many_launches_in_a_row_succeed(launcher: Launcher) -> None:
