@@ -1,4 +1,4 @@
-"""Injects faults into trials that share one results folder. After each fault, checks that nothing
+"""Injects faults into trials that share results folders. After each fault, checks that nothing
 was lost, recorded twice, or left behind."""
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from tests.faults.place import Place
 from tests.faults.side_kinds import ordered
 
 HANG_SECONDS = "1"
+FAULTS_IN_A_FOLDER = 50
+"""Each check reads the whole folder, so that a single one of 500 faults would take hours."""
 
 
 class Campaign:
-    """Faults injected in one folder, with checks after each."""
+    """Faults injected in shared folders, with checks after each."""
 
     def __init__(self, folder: Path, temporary: Path, seed: int, launcher: Launcher) -> None:
         chance = random.Random(seed)
+        self.folder, self.struck = folder, 0
         self.place = Place(Store(folder / "results"), launcher, chance, temporary)
         self.seconds: dict[str, float] = {}
         """Seconds spent so far by kind of fault, including checks."""
@@ -43,6 +46,9 @@ class Campaign:
     def strike(self, kind: str) -> None:
         """Injects a fault; raises AssertionError if a check fails afterwards."""
         began = time.monotonic()
+        if self.struck and self.struck % FAULTS_IN_A_FOLDER == 0:
+            self.place.store, self.kept = Store(self.folder / f"results-{self.struck}"), {}
+        self.struck += 1
         try:
             KINDS[kind](self.place)
             self._look()
