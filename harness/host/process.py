@@ -41,8 +41,12 @@ def machine_id() -> str:
 
 
 def die_with_parent() -> None:
+    """Ends this process when its parent ends, and now if that has ended already."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    starter = multiprocessing.parent_process()  # of a process of the fork server: its launcher
+    if starter and not starter.is_alive():
+        os._exit(1)
 
 
 def adopt_orphans() -> None:

@@ -239,7 +239,6 @@ class Launcher:
                     scratch=scratch,
                     cores=pin(cell, spec.processes, len(spec.ranks)),
                     progress=progress,
-                    parent=0 if arguments else self.fork_server,
                 )
                 controls: list[BaseProcess] = []
                 try:

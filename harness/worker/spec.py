@@ -83,8 +83,6 @@ class TrialSpec:
     """Folder for answers, logs, stacks and the strategy's files."""
     cores: tuple[tuple[int, ...], ...] = ()
     progress: str | None = None
-    parent: int = 0
-    """Process that ranks must not outlive; 0 if an external launcher starts them."""
 
     @property
     def ranks(self) -> range:

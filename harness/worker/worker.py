@@ -169,7 +169,6 @@ def spawn_ranks(spec: TrialSpec, sender: Connection[dict[int, int] | OSError, ob
     store = _serve_ranks(sender)
     codes: dict[int, int] = {}
     try:
-        spec = replace(spec, parent=os.getpid())
         spawn(run_spawned, args=(spec, store.port), nprocs=spec.processes)
     except (ProcessExitedException, ProcessRaisedException) as error:
         codes = {error.error_index: getattr(error, "exit_code", 1)}
@@ -215,8 +214,6 @@ def no_memory(text: str) -> str:
 
 def _prepare_process(spec: TrialSpec, rank: int) -> Control | None:
     die_with_parent()
-    if spec.parent and os.getppid() != spec.parent:  # the parent died before the kernel was told
-        os._exit(1)
     local_rank = int(os.environ["LOCAL_RANK"])
     with contextlib.suppress(PermissionError):  # makes the whole process tree killable
         os.setsid()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -126,3 +127,44 @@ def test_a_stop_while_a_rank_is_started_is_no_traceback(tmp_path: Path) -> None:
     )
     assert ended.stdout == "both ended\n", ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+ORPHAN = """
+import multiprocessing, os, signal, time
+from harness.host.process import die_with_parent
+from harness.launch.launcher import Launcher
+
+def outlive(launcher):
+    fork_server = os.getppid()
+    os.kill(launcher, signal.SIGKILL)
+    while os.getppid() == fork_server:
+        time.sleep(0.01)
+    print("alone", flush=True)
+    die_with_parent()
+    time.sleep(3600)
+
+if __name__ == "__main__":
+    Launcher()
+    context = multiprocessing.get_context("forkserver")
+    context.Process(target=outlive, args=(os.getpid(),)).start()
+    time.sleep(3600)
+"""
+
+
+def test_a_process_whose_parents_die_while_it_starts_ends(tmp_path: Path) -> None:
+    """The kernel was not yet asked to end it with its parent."""
+    (tmp_path / "orphan.py").write_text(ORPHAN)
+    run = subprocess.Popen(
+        [sys.executable, "orphan.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = run.communicate(timeout=LONG)  # returns when no process has this output
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    assert (said, run.returncode) == ("alone\n", -signal.SIGKILL)
