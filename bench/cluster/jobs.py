@@ -190,8 +190,9 @@ def submissions(results: Path) -> list[Submission]:
     for file in sorted((results / "slurm").rglob("submitted.jsonl")):
         for line in re.findall(rb"[^\n]+\n?", file.read_bytes()):
             try:
-                old = line[: line.index(b"\n")]  # Earlier versions wrote no digest.
-                text = unsealed(line.replace(b"\t", b"\n")) if b"\t" in line else old
+                # Earlier versions wrote no digest. `index` raises ValueError if a line was cut off.
+                undigested = line[: line.index(b"\n")]
+                text = unsealed(line.replace(b"\t", b"\n")) if b"\t" in line else undigested
                 found.append(parsed(Submission, text))
             except ValueError:
                 text = f"{str(file)!r} is damaged: a line is left out"

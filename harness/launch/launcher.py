@@ -101,7 +101,7 @@ class Launcher:
             "torch.multiprocessing.spawn",
         ):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        # torch sets this one's level itself; it warns at a stop.
+        # It warns at a stop, at a level that torch sets itself.
         logging.getLogger("torch.distributed.elastic.agent.server.api").disabled = True
         adopt_orphans()
         remove_abandoned()

@@ -268,8 +268,8 @@ class ZeroOptions(Strategy):
         while a layer exceeds it. Each parameter from a disk takes a swap buffer."""
         bucket = self.bucket(sizes)
         if self.offload_parameters == "nvme" and not self.bucket_elements:
-            whole = self.persistent(sizes)
-            swapped = sorted(size for size in sizes if size > whole)
+            never_swapped = self.persistent(sizes)
+            swapped = sorted(size for size in sizes if size > never_swapped)
             return min(bucket, sum(swapped[: SWAP_BUFFERS - 1]) or bucket)
         most = 0 if self.bucket_elements else MOST_LIVE
         return max(bucket, min(most, sum(sizes) // 8))

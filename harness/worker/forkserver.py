@@ -43,7 +43,7 @@ INITIALIZED_CUDA: str | None = None
 """Import that initialised CUDA, which makes it unusable in ranks."""
 
 
-# A launcher that is stopped while it sends what to start sends too little.
+# A launcher that is stopped while it starts a process sends only part of the request.
 sys.excepthook = lambda kind, *of: None if kind is EOFError else sys.__excepthook__(kind, *of)
 
 

@@ -23,7 +23,7 @@ from tests.faults.side_kinds import ordered
 
 HANG_SECONDS = "1"
 FAULTS_IN_A_FOLDER = 50
-"""Each check reads the whole folder, so that a single one of 500 faults would take hours."""
+"""Each check reads the whole folder: with all 500 faults in one, a campaign took hours."""
 
 
 class Campaign:

@@ -75,12 +75,12 @@ class Run:
         trials = self.store.load([self.name], steps=False).trials
         return [(str(row.status), str(row.reason)) for row in trials.itertuples()]
 
-    def said(self) -> str:
+    def errors(self) -> str:
         return self.output.read_text("utf-8", "replace")
 
     def refused(self, reason: str) -> None:
         """Waits for the process, which must fail with this reason unless it finished its trials."""
-        code, said = self.process.wait(timeout=120), self.said()
+        code, said = self.process.wait(timeout=120), self.errors()
         assert "Traceback" not in said, said
         assert (code, self.recorded()) == (0, self.trials) or (code == 2 and reason in said), (
             code,
@@ -92,12 +92,12 @@ class Run:
         that must be recorded without a resume."""
         if self.process.poll() is None:
             self.process.wait(timeout=120)
-        assert self.recorded() >= good, self.said()
+        assert self.recorded() >= good, self.errors()
         # The last trial may have been interrupted.
         if self.recorded() < self.trials or {status for status, _ in self.ended()} != {"ok"}:
             self.process = self.start()
             code = self.process.wait(timeout=120)
-            assert code == 0, (code, self.said())
+            assert code == 0, (code, self.errors())
         trials = self.store.load([self.name], steps=False).trials
         ended_well = trials[trials["status"] == "ok"]
         assert sorted(ended_well["trial"]) == list(range(self.trials)), trials[

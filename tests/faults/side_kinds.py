@@ -69,7 +69,7 @@ def damaged(pattern: str, change: Damage) -> Inject:
         file = damage_cache(place, pattern, change)
         run = Run(place, environment=cache_of(place))
         run.finish(good=3)
-        said = run.said()
+        said = run.errors()
         assert "Traceback" not in said, said
         assert any(file.name in line and "damaged" in line for line in said.splitlines()), said
         assert file.stat().st_size
@@ -89,7 +89,7 @@ def stopped_and_damaged(number: int) -> Inject:
         change = place.chance.choice(list(DAMAGES.values()))
         damage_cache(place, place.chance.choice(list(FILES.values())), change)
         run.finish()
-        assert "Traceback" not in run.said()
+        assert "Traceback" not in run.errors()
 
     return inject
 
@@ -101,7 +101,7 @@ def damaged_under_way(place: Place) -> None:
     run.until_in_the_middle()
     damage_cache(place, "references/*/reference.json", DAMAGES["has a flipped bit"])
     run.process.wait(timeout=LONG)
-    assert "Traceback" not in run.said()
+    assert "Traceback" not in run.errors()
     assert all(status == "ok" or reason for status, reason in run.ended())
     Run(place, environment=cache_of(place)).finish(good=3)
 
@@ -171,7 +171,7 @@ def full_disk_and_stop(number: int) -> Inject:
                     sink.write(bytes(4096))
             run.process.send_signal(number)
             run.process.wait(timeout=LONG)
-            assert "Traceback" not in run.said()
+            assert "Traceback" not in run.errors()
             (disk / "filler").unlink()
             run.finish()
 
@@ -192,7 +192,7 @@ def full_disk_and_damaged_cache(place: Place) -> None:
                 sink.write(bytes(4096))
         run = Run(place, environment=environment)
         run.process.wait(timeout=LONG)
-        assert "Traceback" not in run.said()
+        assert "Traceback" not in run.errors()
         (disk / "filler").unlink()
         run.finish()
 
@@ -260,7 +260,7 @@ def full_disk_and_lost_node(place: Place) -> None:
                     sink.write(bytes(4096))
             run.agents[1].kill()
             run.process.wait(timeout=LONG)
-            assert "Traceback" not in run.said()
+            assert "Traceback" not in run.errors()
             recorded = run.recorded()
             (disk / "filler").unlink()
             run.end()
@@ -281,7 +281,7 @@ def lost_node_and_stop(place: Place) -> None:
         run.agents[1].kill()
         run.process.terminate()
         run.process.wait(timeout=LONG)
-        assert "Traceback" not in run.said()
+        assert "Traceback" not in run.errors()
         run.end()
         run.process = run.start()
         run.process.wait(timeout=LONG)

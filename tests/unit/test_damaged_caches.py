@@ -32,7 +32,7 @@ from harness.workloads import make_workload, prepare_data
 from harness.workloads.counts import model_facts
 
 ROUNDS = int(os.environ.get("DAMAGES", "3"))
-"""Random damages of each kind per file. With DAMAGES=1000 they are 100,000, which takes minutes."""
+"""Random damages of each kind per file; DAMAGES=1000 makes 100,000 damages in minutes."""
 
 
 def empty(content: bytes, chance: random.Random) -> bytes:
