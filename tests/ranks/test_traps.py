@@ -365,7 +365,7 @@ def late_rows() -> list[Row]:
             )
         ),
         *(
-            subtle(outcome, mistake, {count: 30}, timed_steps=32)
+            subtle(outcome, mistake, {count: 30}, timed_steps=96)
             for outcome, mistake in (
                 ("exact", "none"),
                 ("diverged", "no_exchange"),
