@@ -140,7 +140,7 @@ class UserWorkload(Workload):
         return cast("Tensor", of_each_tensor(lambda t: t.float() if t.dtype in half else t, output))
 
     def loss(self, logits: Tensor, labels: Tensor, label_tokens: float | None = None) -> Tensor:
-        loss = self.user.loss(logits, labels) if hasattr(self.user, "loss") else _own_loss(logits)
+        loss = self.user.loss(logits, labels) if _has(self.user, "loss") else _own_loss(logits)
         shape = getattr(loss, "shape", None)
         if shape is None or len(shape):
             kind = type(loss).__name__ if shape is None else f"shape {tuple(shape)}"
@@ -149,7 +149,7 @@ class UserWorkload(Workload):
 
     @property
     def _loss_name(self) -> str:
-        return "loss()" if hasattr(self.user, "loss") else "forward, without a loss() of the class,"
+        return "loss()" if _has(self.user, "loss") else "forward, without a loss() of the class,"
 
     def weight(self, samples: Sequence[int]) -> float | None:
         """Returns the samples' total weight; None if all samples count equally."""
@@ -179,7 +179,7 @@ class UserWorkload(Workload):
 
         batch = self._batch(samples)
         inputs = labels = dict(batch) if isinstance(batch, Mapping) else batch
-        if hasattr(self.user, "loss") and not isinstance(inputs, dict):
+        if _has(self.user, "loss") and not isinstance(inputs, dict):
             if not (isinstance(batch, tuple | list) and len(batch) == 2):
                 self.reject(
                     "batch() must return inputs and labels, or one dict with both, not"
@@ -200,14 +200,12 @@ class UserWorkload(Workload):
         import torch
         from torch.utils.data import default_collate
 
-        if hasattr(self.user, "batch"):
+        if _has(self.user, "batch"):
             return self.user.batch(torch.tensor(samples, device="cpu"))
         dataset = self.user.dataset
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             kind = type(dataset).__name__
-            self.reject(
-                f"its dataset must have len(dataset) and dataset[number]; {kind} lacks them"
-            )
+            self.reject(f"its dataset needs len(dataset) and dataset[number]; {kind} lacks them")
         collate = getattr(self.user, "collate", default_collate)
         return collate([dataset[sample % len(dataset)] for sample in samples])
 
@@ -260,7 +258,7 @@ class UserWorkload(Workload):
                 f"Muon updates the blocks' matrices, and the blocks of {self.name} have no"
                 " parameter with two dimensions; use adamw"
             )
-        if cell.strategy == "data_parallel" and not hasattr(self.user, "loss"):
+        if cell.strategy == "data_parallel" and not _has(self.user, "loss"):
             raise Refused(
                 f"{self.name} computes its loss in forward, and DataParallel would return one for"
                 " each device; give the class a loss(output, labels), or use ddp"
@@ -511,6 +509,10 @@ def _kind(value: object) -> str:
     return f"{kind} of {len(value)}" if isinstance(value, tuple | list | Mapping) else kind
 
 
+def _has(user: object, name: str) -> bool:
+    return getattr(user, name, None) is not None  # a base class may say None
+
+
 def from_class(found: UserClass, blocks: tuple[str, ...] = ()) -> UserWorkload:
     """Returns the workload of a user's class; raises UsageError if it lacks a method. `blocks`:
     paths of its lists of blocks; the class's own, or the largest list, if empty."""
@@ -520,8 +522,8 @@ def from_class(found: UserClass, blocks: tuple[str, ...] = ()) -> UserWorkload:
         raise UsageError(
             f"workload {found.name!r} cannot be instantiated without arguments: {first_line(error)}"
         ) from None
-    lacks = [] if hasattr(user, "build") else ["build()"]
-    lacks += [] if hasattr(user, "batch") or hasattr(user, "dataset") else ["batch() or dataset"]
+    lacks = [] if _has(user, "build") else ["build()"]
+    lacks += [] if _has(user, "batch") or _has(user, "dataset") else ["batch() or dataset"]
     if lacks:
         raise UsageError(
             f"workload {found.name!r}: {found.loaded.__name__} has no {', no '.join(lacks)}; it"
