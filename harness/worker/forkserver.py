@@ -43,8 +43,9 @@ INITIALIZED_CUDA: str | None = None
 """Import that initialised CUDA, which makes it unusable in ranks."""
 
 
-# A launcher that is stopped while it starts a process sends only part of the request.
-sys.excepthook = lambda kind, *of: None if kind is EOFError else sys.__excepthook__(kind, *of)
+# A launcher stopped while it starts a process sends half a request, or removes its semaphores.
+_STOPPED = EOFError, FileNotFoundError
+sys.excepthook = lambda kind, *of: None if kind in _STOPPED else sys.__excepthook__(kind, *of)
 
 
 def _preload(name: str, load: Callable[[], object]) -> None:

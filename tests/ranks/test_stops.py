@@ -95,10 +95,14 @@ def test_a_stop_while_packages_are_imported_is_one_sentence(
 
 
 CUT_OFF = """
-import os, socket
+import multiprocessing, os, socket
 from multiprocessing import forkserver
 import psutil
 from harness.launch.launcher import Launcher
+
+class Removed:
+    def __reduce__(self):
+        return open, ("removed",)
 
 if __name__ == "__main__":
     launcher = Launcher()
@@ -106,15 +110,21 @@ if __name__ == "__main__":
     os.close(writer)  # before what to start was sent
     child = forkserver.read_signed(sentinel)
     assert forkserver.read_signed(sentinel) == 1, "the child ended well"
+    context = multiprocessing.get_context("forkserver")
+    child = context.Process(target=print, args=(Removed(),))  # like a semaphore
+    child.start()
+    child.join(60)
+    assert child.exitcode == 1, child.exitcode
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(forkserver._forkserver._forkserver_address)
     psutil.Process(launcher.fork_server).wait(60)
-    print("both ended")
+    print("all ended")
 """
 
 
 def test_a_stop_while_a_rank_is_started_is_no_traceback(tmp_path: Path) -> None:
-    """torch raises an exception at a signal, which may cut off what the fork server is sent."""
+    """torch raises an exception at a signal, which may cut off what the fork server is sent, or
+    remove a semaphore that the new process needs."""
     (tmp_path / "cut_off.py").write_text(CUT_OFF)
     ended = subprocess.run(
         [sys.executable, "cut_off.py"],
@@ -125,7 +135,7 @@ def test_a_stop_while_a_rank_is_started_is_no_traceback(tmp_path: Path) -> None:
         timeout=LONG,
         check=False,
     )
-    assert ended.stdout == "both ended\n", ended.stderr
+    assert ended.stdout == "all ended\n", ended.stderr
     assert "Traceback" not in ended.stderr
 
 
