@@ -71,8 +71,9 @@ class Tolerance:
     update: float
     """Maximum allowed |parameters - reference| / |reference's update| of a tensor."""
     reason: str
-    by_noise: bool = False
-    """Whether a multiple of the reference's noise replaces `update`, up to that, if it is known."""
+    by_noise: float = 0.0
+    """Minimum update limit where a multiple of the reference's noise replaces `update`, up to that,
+    if the noise is known; zero if it does not."""
     other_kinds: float | None = None
     """Update limit of which other kinds' limits are multiples; None for `update`."""
 

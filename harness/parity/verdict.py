@@ -187,7 +187,8 @@ class Limits:
             return times
         updates = kind is KINDS[0]
         as_declared = updates and not (self.allowed.by_noise and self.noise)
-        declared = self.allowed.update if as_declared else self.allowed.others
+        least = self.allowed.by_noise if updates else self.allowed.others
+        declared = self.allowed.update if as_declared else least
         rounding = self.roundings.get(_tensor(name), 0.0)
         limit = times * declared + (1.0 if kind.along_weights else times) * rounding
         if self.noise:
@@ -384,7 +385,7 @@ def widest(*deviations: Tolerance, between: str = REASONS) -> Tolerance:
         max(d.loss for d in loose),
         max(d.update for d in loose),
         between.join(dict.fromkeys(d.reason for d in loose)),
-        all(d.by_noise for d in loose if d.update > CAPPED_ABOVE),
+        max(d.by_noise for d in loose) * all(d.by_noise for d in loose if d.update > CAPPED_ABOVE),
         max(d.others for d in loose),
     )
 
