@@ -89,7 +89,8 @@ TRAPS: dict[str, list[Row]] = {
         *(
             subtle("diverged", mistake, **axes)
             for mistake in ("half_moment", "undecayed_embedding", "half_undecayed")
-            for axes in ({}, {"precision": "bf16"})
+            # On CPUs without bf16 instructions, a decay of 0.01 is 6.9 of 7 allowed deviations.
+            for axes in ({}, {"precision": "bf16", "weight_decay": 0.02})
         ),
         subtle("diverged", "last_part", micro_batches=2),
         subtle("diverged", "no_decay", precision="bf16"),
