@@ -121,15 +121,20 @@ def test_a_model_may_compute_its_own_loss(tmp_path: Path) -> None:
     workload = made(folder, text)
     with pytest.raises(UsageError, match="loss"):
         workload.require_trainable(1)  # Base has a loss, which expects other labels
-    text += """
-        loss = None
-    """
-    other = tmp_path / "b"
-    other.mkdir()
-    own = made(other, text)
+    file = folder / "mine.py"
+    without = file.read_text().replace(
+        "    def loss(self, output, labels)", "    def no(self, o, l)"
+    )
+    other = tmp_path / "mine.py"
+    other.write_text(without)
+    own = make_workload(f"{other}:Mine")
     own.require_trainable(1)
+    assert isinstance(own, UserWorkload)
     assert "in forward" in reasons(own, strategy="data_parallel")[0]
     assert not reasons(own, strategy="ddp")
+    none = tmp_path / "none.py"
+    none.write_text(file.read_text() + "\n    loss = None\n")
+    make_workload(f"{none}:Mine").require_trainable(1)
 
 
 @pytest.mark.parametrize(
