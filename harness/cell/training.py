@@ -71,9 +71,9 @@ class Tolerance:
     update: float
     """Maximum allowed |parameters - reference| / |reference's update| of a tensor."""
     reason: str
-    by_noise: float = 0.0
-    """Minimum update limit where a multiple of the reference's noise replaces `update`, up to that,
-    if the noise is known; zero if it does not."""
+    minimum_by_noise: float = 0.0
+    """Minimum update limit if the reference's noise is known. A multiple of the noise then sets the
+    limit, and `update` is the maximum. Zero if noise only widens limits."""
     other_kinds: float | None = None
     """Update limit of which other kinds' limits are multiples; None for `update`."""
 

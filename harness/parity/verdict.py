@@ -186,9 +186,9 @@ class Limits:
         if kind.absolute:
             return times
         updates = kind is KINDS[0]
-        as_declared = updates and not (self.allowed.by_noise and self.noise)
-        least = self.allowed.by_noise if updates else self.allowed.others
-        declared = self.allowed.update if as_declared else least
+        as_declared = updates and not (self.allowed.minimum_by_noise and self.noise)
+        minimum = self.allowed.minimum_by_noise if updates else self.allowed.others
+        declared = self.allowed.update if as_declared else minimum
         rounding = self.roundings.get(_tensor(name), 0.0)
         limit = times * declared + (1.0 if kind.along_weights else times) * rounding
         if self.noise:
@@ -381,11 +381,12 @@ def widest(*deviations: Tolerance, between: str = REASONS) -> Tolerance:
     loose = [d for d in deviations if d != EXACT]
     if not loose:
         return EXACT
+    judged_by_noise = all(d.minimum_by_noise for d in loose if d.update > CAPPED_ABOVE)
     return Tolerance(
         max(d.loss for d in loose),
         max(d.update for d in loose),
         between.join(dict.fromkeys(d.reason for d in loose)),
-        max(d.by_noise for d in loose) * all(d.by_noise for d in loose if d.update > CAPPED_ABOVE),
+        max(d.minimum_by_noise for d in loose) if judged_by_noise else 0.0,
         max(d.others for d in loose),
     )
 

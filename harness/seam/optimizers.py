@@ -20,7 +20,7 @@ MUON = Tolerance(
     1e-3,
     0.2,
     "Muon orthogonalises each update in bf16, which amplifies the rounding of gradients",
-    by_noise=0.02,
+    minimum_by_noise=0.02,
     other_kinds=0.02,
 )
 EIGHT_BITS = Tolerance(

@@ -26,7 +26,7 @@ MUON = Tolerance(
     EXACT.loss,
     0.03,
     "DeepSpeed's Newton-Schulz iteration rounds to bf16 at other places than torch's",
-    by_noise=0.1,
+    minimum_by_noise=0.1,
     other_kinds=0.05,
 )
 CHECKPOINT = "checkpoint"
