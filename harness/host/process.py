@@ -41,10 +41,10 @@ def machine_id() -> str:
 
 
 def die_with_parent() -> None:
-    """Ends this process when its parent ends, and now if that has ended already."""
+    """Ends this process when its parent ends, or at once if the parent has ended already."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    starter = multiprocessing.parent_process()  # of a process of the fork server: its launcher
+    starter = multiprocessing.parent_process()  # the launcher, if the fork server forked this
     if starter and not starter.is_alive():
         os._exit(1)
 

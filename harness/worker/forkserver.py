@@ -43,7 +43,7 @@ INITIALIZED_CUDA: str | None = None
 """Import that initialised CUDA, which makes it unusable in ranks."""
 
 
-# A launcher stopped while it starts a process sends half a request, or removes its semaphores.
+# A launcher that stops while it starts a process sends half a request, or removes its locks.
 _STOPPED = EOFError, FileNotFoundError
 sys.excepthook = lambda kind, *of: None if kind in _STOPPED else sys.__excepthook__(kind, *of)
 

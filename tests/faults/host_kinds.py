@@ -83,10 +83,10 @@ def folder_removed(place: Place) -> None:
     run.until_in_the_middle()
     while folder.exists():
         shutil.rmtree(folder, ignore_errors=True)
-    code, said = run.process.wait(timeout=120), run.errors()
-    assert code == 2, (code, said)
-    assert re.search("is no longer in results|no runs? |cannot be written", said), said
-    assert "Traceback" not in said, said
+    code, errors = run.process.wait(timeout=120), run.errors()
+    assert code == 2, (code, errors)
+    assert re.search("is no longer in results|no runs? |cannot be written", errors), errors
+    assert "Traceback" not in errors, errors
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -80,11 +80,11 @@ class Run:
 
     def refused(self, reason: str) -> None:
         """Waits for the process, which must fail with this reason unless it finished its trials."""
-        code, said = self.process.wait(timeout=120), self.errors()
-        assert "Traceback" not in said, said
-        assert (code, self.recorded()) == (0, self.trials) or (code == 2 and reason in said), (
+        code, errors = self.process.wait(timeout=120), self.errors()
+        assert "Traceback" not in errors, errors
+        assert (code, self.recorded()) == (0, self.trials) or (code == 2 and reason in errors), (
             code,
-            said,
+            errors,
         )
 
     def finish(self, good: int = 0) -> None:

@@ -69,9 +69,9 @@ def damaged(pattern: str, change: Damage) -> Inject:
         file = damage_cache(place, pattern, change)
         run = Run(place, environment=cache_of(place))
         run.finish(good=3)
-        said = run.errors()
-        assert "Traceback" not in said, said
-        assert any(file.name in line and "damaged" in line for line in said.splitlines()), said
+        errors = run.errors()
+        assert "Traceback" not in errors, errors
+        assert any(file.name in line and "damaged" in line for line in errors.splitlines()), errors
         assert file.stat().st_size
 
     return inject

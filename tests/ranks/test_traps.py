@@ -89,7 +89,7 @@ TRAPS: dict[str, list[Row]] = {
         *(
             subtle("diverged", mistake, **axes)
             for mistake in ("half_moment", "undecayed_embedding", "half_undecayed")
-            # On CPUs without bf16 instructions, a decay of 0.01 is 6.9 of 7 allowed deviations.
+            # Without bf16 instructions, a missing decay of 0.01 is 6.9 of 7 standard deviations.
             for axes in ({}, {"precision": "bf16", "weight_decay": 0.02})
         ),
         subtle("diverged", "last_part", micro_batches=2),
