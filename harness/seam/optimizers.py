@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from harness.cell.cell import Cell
-from harness.cell.training import Tolerance
+from harness.cell.training import EXACT, Tolerance
 from harness.seam.recipe import parameter_groups
 from harness.workloads import Workload, make_workload
 
@@ -31,6 +31,17 @@ EIGHT_BITS = Tolerance(
 TOLERANCES = {"muon": MUON, "adamw_8bit": EIGHT_BITS}
 """Tolerances of optimizers that amplify gradient rounding: 8-bit AdamW by up to 2.9e-3 of an
 update."""
+OVER_SHARDS = {
+    "muon": Tolerance(
+        EXACT.loss,
+        0.03,
+        "ranks multiply parts of Muon's matrices, and each rounds its sums to bf16",
+        minimum_by_noise=0.1,
+        other_kinds=0.02,
+    )
+}
+"""Further tolerances of optimizers that update DTensors. On a CPU without bf16 instructions, Muon's
+updates were off by up to 0.066 in 11 trainings."""
 QUANTISED_ELEMENTS = 4096
 """Elements below which bitsandbytes keeps moments in fp32."""
 QUANTISED_BLOCK = 256

@@ -20,6 +20,7 @@ from harness.seam.formulas import (
     unit_sizes,
 )
 from harness.seam.job import own_precision, standard_step
+from harness.seam.optimizers import OVER_SHARDS
 from harness.strategies._accelerate_config import fsdp2_export
 from harness.strategies._half import WHOLLY, half_throughout
 from harness.workloads import Workload, make_workload
@@ -29,16 +30,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
-
-
-MUON = Tolerance(
-    EXACT.loss,
-    0.03,
-    "ranks multiply parts of Muon's matrices, and each rounds its sums to bf16",
-    minimum_by_noise=0.1,
-    other_kinds=0.02,
-)
-"""On a CPU without bf16 instructions, updates were off by up to 0.066 in 11 trainings."""
 
 
 class Fsdp2(Strategy):
@@ -84,9 +75,7 @@ class Fsdp2(Strategy):
             )
 
     def tolerance(self, cell: Cell, workload: Workload) -> Tolerance:
-        if self.mixed_precision:
-            return WHOLLY
-        return MUON if cell.optimizer == "muon" else EXACT
+        return WHOLLY if self.mixed_precision else OVER_SHARDS.get(cell.optimizer, EXACT)
 
     def reference(self, cell: Cell) -> Cell:
         return (

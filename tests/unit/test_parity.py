@@ -28,9 +28,8 @@ from harness.run.prepared import PreparedTrial
 from harness.run.references import _Judging
 from harness.seam.base import Emulation
 from harness.seam.checkpoints import plain_name
-from harness.seam.optimizers import TOLERANCES
+from harness.seam.optimizers import OVER_SHARDS, TOLERANCES
 from harness.seam.registry import make_strategy
-from harness.strategies.fsdp2 import MUON
 from harness.workloads import make_workload
 
 LOOSE = Tolerance(1e-2, 0.5, "coarse rounding")
@@ -245,7 +244,7 @@ def test_a_limit_by_noise_replaces_a_wide_one() -> None:
     found = [limits.of(KINDS[0], name) for name in ("a", "b", "c")]
     assert found == pytest.approx([0.05, muon.update, muon.others])
     assert Limits(muon, "bf16").of(KINDS[0], "a") == muon.update
-    sharded = Limits(widest(muon, MUON), noise=noise)
+    sharded = Limits(widest(muon, OVER_SHARDS["muon"]), noise=noise)
     assert [sharded.of(KINDS[0], name) for name in ("a", "b")] == [0.1, muon.update]
     assert sharded.of(KINDS[1], "a") == KINDS[1].in_fp32 * muon.others
 
