@@ -9,16 +9,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-LONG = 300.0
+import pytest
+
+LONG = 900.0
 """Seconds after which nothing more is expected, even on half a busy core."""
 
 
-def until(holds: Callable[[], object], what: str = "") -> None:
-    """Waits until a condition holds; fails after LONG."""
-    deadline = time.monotonic() + LONG
+def until(holds: Callable[[], object], why: Callable[[], str] | str = "") -> None:
+    """Waits until a condition holds; after LONG, fails with the text of `why`."""
+    deadline, pause = time.monotonic() + LONG, 0.02
     while not holds():
-        assert time.monotonic() < deadline, what or "the condition never held"
-        time.sleep(0.02)
+        if time.monotonic() > deadline:
+            pytest.fail((why() if callable(why) else why) or "the condition never held")
+        time.sleep(pause)
+        pause = min(1.1 * pause, 0.2)
 
 
 @contextlib.contextmanager

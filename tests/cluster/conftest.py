@@ -10,8 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from bench.cluster.jobs import JobState, states
 from harness.record.plan import kept_plan
 from harness.record.store import Results, Store
 from harness.run.runner import Runner
+from tests.waiting import until
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 ROOT = Path(__file__).parents[2]
@@ -108,7 +108,6 @@ class Slurm:
             check=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            timeout=20,
         )
 
     def start(self) -> None:
@@ -117,10 +116,9 @@ class Slurm:
             self.daemon("slurmd", "-N", name)
         self.wait_idle()
 
-    def wait_idle(self, seconds: float = 30) -> None:
+    def wait_idle(self) -> None:
         until(
             lambda: self.idle() == self.count,
-            seconds,
             lambda: f"{self.idle()} nodes idle of {self.count}\n{self.logs()}",
         )
 
@@ -133,7 +131,7 @@ class Slurm:
 
     def call(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            words, env=self.environment, check=check, capture_output=True, text=True, timeout=60
+            words, env=self.environment, check=check, capture_output=True, text=True
         )
 
     def pid(self, daemon: str) -> int:
@@ -192,7 +190,7 @@ class Slurm:
         for process in doomed:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(doomed, timeout=10)
+        psutil.wait_procs(doomed)
 
     def states(self, job: str) -> list[JobState]:
         os.environ["SLURM_CONF"] = self.environment["SLURM_CONF"]
@@ -201,7 +199,7 @@ class Slurm:
         finally:
             del os.environ["SLURM_CONF"]
 
-    def wait_job(self, job: str, seconds: float = 240) -> list[JobState]:
+    def wait_job(self, job: str) -> list[JobState]:
         """Waits until a job and its processes have ended; returns its states."""
         over = (
             "COMPLETED",
@@ -215,10 +213,9 @@ class Slurm:
         )
         until(
             lambda: bool(found := self.states(job)) and all(one.state in over for one in found),
-            seconds,
             lambda: self.story(job),
         )
-        until(lambda: not self.processes(), 20, lambda: f"left behind: {self.processes()}")
+        until(lambda: not self.processes(), lambda: f"left behind: {self.processes()}")
         return self.states(job)
 
     def story(self, job: str) -> str:
@@ -244,9 +241,7 @@ class Bench:
 
     def call(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "bench", *words, "--results", str(self.results)]
-        done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, timeout=120
-        )
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
         assert not check or done.returncode == 0, done.stderr
         return done
 
@@ -281,21 +276,12 @@ class Bench:
         )
 
 
-def until(true: Callable[[], bool], seconds: float, why: Callable[[], str] = lambda: "") -> None:
-    """Waits until `true()` holds; after `seconds`, fails with the text of `why`."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > deadline:
-            pytest.fail(f"waited {seconds} s in vain: {why()}")
-        time.sleep(0.2)
-
-
 def end(pid: int, how: signal.Signals = signal.SIGTERM) -> None:
     """Signals a daemon to end and waits until it is gone."""
     process = psutil.Process(pid)
     process.send_signal(how)
     with contextlib.suppress(psutil.Error):
-        process.wait(20)
+        process.wait()
 
 
 def free_ports(count: int) -> list[int]:

@@ -14,8 +14,9 @@ import time
 import psutil
 import pytest
 
-from tests.cluster.conftest import Bench, Slurm, end, until
+from tests.cluster.conftest import Bench, Slurm, end
 from tests.cluster.test_two_nodes import once_each
+from tests.waiting import until
 
 NODES = 2
 
@@ -98,14 +99,13 @@ def test_every_trial_ends_in_one_record_whatever_is_killed(slurm: Slurm, bench: 
         recorded = bench.recorded(run_id)
         until(
             lambda recorded=recorded: over() or bench.recorded(run_id) > recorded,
-            120,
             lambda: slurm.story(jobs[-1]),
         )
         time.sleep(chance.uniform(0.0, 2.0))
         if not over() and strike(slurm, kinds[-1], chance):
             struck.append(kinds.pop())
     while True:
-        slurm.wait_job(jobs[-1], 240)
+        slurm.wait_job(jobs[-1])
         if not bench.open_trials(run_id):
             break
         jobs.append(bench.submit("--matrix", matrix, "--nodes", "2", "--run", run_id)["job"])

@@ -3,8 +3,9 @@ place."""
 
 from __future__ import annotations
 
-from tests.cluster.conftest import Bench, Slurm, until
+from tests.cluster.conftest import Bench, Slurm
 from tests.cluster.test_two_nodes import once_each
+from tests.waiting import until
 
 NODES = 3
 
@@ -27,9 +28,9 @@ cells:
 
 def test_a_spare_node_takes_the_place_of_a_lost_one(slurm: Slurm, bench: Bench) -> None:
     told = bench.submit("--matrix", bench.matrix(MATRIX), "--nodes", "3")
-    until(lambda: bench.recorded(told["run_id"]) >= 2, 180, lambda: slurm.story(told["job"]))
+    until(lambda: bench.recorded(told["run_id"]) >= 2, lambda: slurm.story(told["job"]))
     slurm.kill_node("n2")
-    slurm.wait_job(told["job"], 240)
+    slurm.wait_job(told["job"])
     trials = bench.load(told["run_id"]).trials
     once_each(trials, 2, 3)
     before, after = trials[trials["trial"] == 0], trials.sort_values("position").iloc[3:]

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from harness.run.runner import REPEATED
-from tests.cluster.conftest import Bench, Slurm, end, until
+from tests.cluster.conftest import Bench, Slurm, end
+from tests.waiting import until
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -65,7 +66,7 @@ def test_two_node_cells_train_the_same_while_the_controller_starts_anew(
 ) -> None:
     told = bench.submit("--matrix", bench.matrix(PARITY), "--nodes", "2")
     # The cell that is unavailable is recorded first, and then one that ran.
-    until(lambda: bench.recorded(told["run_id"]) >= 2, 90, lambda: slurm.story(told["job"]))
+    until(lambda: bench.recorded(told["run_id"]) >= 2, lambda: slurm.story(told["job"]))
     end(slurm.pid("slurmctld"), signal.SIGKILL)
     slurm.daemon("slurmctld")
     assert [job.state for job in slurm.wait_job(told["job"])] == ["COMPLETED"], slurm.story(
@@ -109,7 +110,6 @@ def test_tasks_of_an_array_share_the_cells(slurm: Slurm, bench: Bench) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(400)
 def test_a_cancelled_run_goes_on_and_a_time_limit_does_not_end_it(
     slurm: Slurm, bench: Bench
 ) -> None:
@@ -124,7 +124,6 @@ def test_a_cancelled_run_goes_on_and_a_time_limit_does_not_end_it(
     def in_a_trial_after(recorded: int) -> None:
         until(
             lambda: bench.recorded(run_id) >= recorded and bool(slurm.of_kind("forkserver")),
-            120,
             lambda: slurm.story(job),
         )
         time.sleep(1.5)  # into the next trial
@@ -149,7 +148,6 @@ def test_a_cancelled_run_goes_on_and_a_time_limit_does_not_end_it(
     slurm.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
     until(
         lambda: [(one.state, one.restarts) for one in slurm.states(job)] == [("PENDING", 1)],
-        90,
         lambda: slurm.story(job),
     )
     # SLURM would queue the job for two minutes. If it restarted within the second in which it was
@@ -184,7 +182,6 @@ def webhook() -> Iterator[tuple[list[str], str]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(900)
 def test_a_night_that_became_slower_is_found_and_one_that_did_not_is_quiet(
     slurm: Slurm, bench: Bench, webhook: tuple[list[str], str]
 ) -> None:
@@ -253,7 +250,6 @@ def test_a_night_that_became_slower_is_found_and_one_that_did_not_is_quiet(
 
     until(
         lambda: following()[1:] == ["PENDING", "BeginTime"],
-        30,
         lambda: f"the next night waits for its hour: {following()}",
     )
     slurm.call("scancel", following()[0])

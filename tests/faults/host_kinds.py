@@ -18,6 +18,7 @@ from harness.host.cores import group_folder
 from harness.host.process import OPEN_NETWORK
 from tests.faults.place import Inject, Place
 from tests.faults.run_process import Run
+from tests.waiting import LONG, until
 
 CLOCK = Path(__file__).with_name("clock.c")
 FROZEN_SECONDS = 3.0
@@ -83,7 +84,7 @@ def folder_removed(place: Place) -> None:
     run.until_in_the_middle()
     while folder.exists():
         shutil.rmtree(folder, ignore_errors=True)
-    code, errors = run.process.wait(timeout=120), run.errors()
+    code, errors = run.process.wait(timeout=LONG), run.errors()
     assert code == 2, (code, errors)
     assert re.search("is no longer in results|no runs? |cannot be written", errors), errors
     assert "Traceback" not in errors, errors
@@ -150,10 +151,8 @@ def kernel_kills(place: Place) -> None:
         assert ended[0] == "out_of_memory", ended
         assert re.search("rose by [12]$", ended[1]), ended
     finally:
-        deadline = time.monotonic() + 10
-        while (group / "cgroup.procs").read_text():  # the fork server ends just after its run
-            assert time.monotonic() < deadline, "processes outlive the run"
-            time.sleep(0.02)
+        # The fork server ends just after its run.
+        until(lambda: not (group / "cgroup.procs").read_text(), "processes outlive the run")
         group.rmdir()
 
 

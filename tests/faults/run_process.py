@@ -11,6 +11,7 @@ from pathlib import Path
 
 from harness.record.store import Store, check_folder
 from tests.faults.place import Place
+from tests.waiting import LONG, until
 
 MATRIX = """
 trials: {trials}
@@ -63,15 +64,12 @@ class Run:
         return len(list((self.store.folder / "trials" / self.name).glob("*.parquet")))
 
     def until_in_the_middle(self) -> None:
-        deadline = time.monotonic() + 90
-        while self.recorded() < 1 and self.process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: self.recorded() >= 1 or self.process.poll() is not None)
         time.sleep(self.place.chance.uniform(0.0, 0.6))
 
     def ended(self) -> list[tuple[str, str]]:
         """Waits for the process; returns status and reason of each trial."""
-        self.process.wait(timeout=120)
+        self.process.wait(timeout=LONG)
         trials = self.store.load([self.name], steps=False).trials
         return [(str(row.status), str(row.reason)) for row in trials.itertuples()]
 
@@ -80,7 +78,7 @@ class Run:
 
     def refused(self, reason: str) -> None:
         """Waits for the process, which must fail with this reason unless it finished its trials."""
-        code, errors = self.process.wait(timeout=120), self.errors()
+        code, errors = self.process.wait(timeout=LONG), self.errors()
         assert "Traceback" not in errors, errors
         assert (code, self.recorded()) == (0, self.trials) or (code == 2 and reason in errors), (
             code,
@@ -91,12 +89,12 @@ class Run:
         """Resumes the run if necessary; asserts that every trial succeeded once. `good`: trials
         that must be recorded without a resume."""
         if self.process.poll() is None:
-            self.process.wait(timeout=120)
+            self.process.wait(timeout=LONG)
         assert self.recorded() >= good, self.errors()
         # The last trial may have been interrupted.
         if self.recorded() < self.trials or {status for status, _ in self.ended()} != {"ok"}:
             self.process = self.start()
-            code = self.process.wait(timeout=120)
+            code = self.process.wait(timeout=LONG)
             assert code == 0, (code, self.errors())
         trials = self.store.load([self.name], steps=False).trials
         ended_well = trials[trials["status"] == "ok"]

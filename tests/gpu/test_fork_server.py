@@ -112,7 +112,6 @@ def run_with(code: str, folder: Path, **environment: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

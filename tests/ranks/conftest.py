@@ -17,6 +17,7 @@ from harness.record.plan import Plan
 from harness.record.store import Results, Store
 from harness.run.runner import ProgressListener, Runner
 from harness.seam.registry import make_strategy, strategies
+from tests.waiting import LONG
 
 RunCells = Callable[..., Results]
 
@@ -62,7 +63,7 @@ def cell(strategy: str, devices: int = 2, workload: str = "llama-nano", **axes: 
             "warmup_steps": 3,
             "timed_steps": 5,
             "parity_steps": 8,
-            "time_limit_seconds": 180,
+            "time_limit_seconds": LONG,
             **axes,
         }
     )

@@ -53,7 +53,6 @@ MORE = [
 ]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("cells", representative([RESTARTED, MORE]), ids=["some", "more"])
 def test_the_training_goes_on_as_if_it_was_never_killed(
     run_cells: RunCells, cells: list[Cell]

@@ -13,7 +13,7 @@ with_compiler = pytest.mark.skipif(bool(missing_compiler()), reason=missing_comp
 @with_compiler
 def test_compiled_training_is_exact_and_compile_time_separate(run_cells: RunCells) -> None:
     small = {"workload": "llama-nano", "global_batch": 2, "sequence_length": 16}
-    one = cell("single", 1, compile="block", time_limit_seconds=180, **small)
+    one = cell("single", 1, compile="block", **small)
     trial = run_cells(one).trials.iloc[0]
     assert (trial["status"], trial["parity_verdict"]) == ("ok", "exact"), trial["reason"]
     assert trial["label"] == "single(compile=block)"

@@ -213,7 +213,7 @@ def test_an_unprivileged_user_gets_a_user_namespace() -> None:
         for of in ("bounding-set", "inh-caps")
     ]
     done = subprocess.run(
-        ["setpriv", *less, sys.executable, "-c", code], capture_output=True, text=True, timeout=240
+        ["setpriv", *less, sys.executable, "-c", code], capture_output=True, text=True
     )
     if "does not let this user" in done.stderr:
         pytest.skip("this system has no user namespaces")
@@ -261,7 +261,7 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_namespace(
     tmp_path: Path, how: signal.Signals
 ) -> None:
     matrix = tmp_path / "m.yaml"
-    one = over("1gbit 1ms", "faulty", options={"fault": "hangs"}, time_limit_seconds=600)
+    one = over("1gbit 1ms", "faulty", options={"fault": "hangs"})
     axes = one.model_dump(exclude_defaults=True) | {"batch": 8}
     matrix.write_text(json.dumps({"trials": 1, "cells": [axes]}))
     arguments = [
@@ -280,9 +280,8 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_namespace(
             env={**os.environ, "PARALLELISM_BENCH_HANG_SECONDS": "0"},  # no hang detection
         )
     outer = os.readlink("/proc/self/ns/net")
-    deadline = time.monotonic() + 180
     looked, below = time.time(), list[psutil.Process]()
-    while time.monotonic() < deadline and run.poll() is None and not train(below):
+    while run.poll() is None and not train(below):
         time.sleep(0.2)
         looked = time.time()
         below = psutil.Process(run.pid).children(recursive=True)
@@ -292,6 +291,6 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_namespace(
     assert remaining_in(made, looked)
     run.send_signal(how)
     assert run.wait(timeout=LONG) == (130 if how == signal.SIGTERM else -how)
-    psutil.wait_procs(below, timeout=30)
+    psutil.wait_procs(below, timeout=LONG)
     assert [process for process in below if runs(process)] == []
     assert remaining_in(made, looked) == []

@@ -85,7 +85,6 @@ def test_bytes_are_those_of_theory_and_algorithm_and_all_parts_sum(
     row = explained(
         launcher,
         devices=devices,
-        time_limit_seconds=120,
         **{"workload": large.get((name, devices), "llama-micro"), **CELLS[name]},
     )
     assert row.theory_bytes is not None

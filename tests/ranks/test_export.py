@@ -63,7 +63,6 @@ def run(command: list[str], folder: Path, **more: str) -> str:
         env=environment(**more),
         capture_output=True,
         text=True,
-        timeout=240,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -100,7 +99,6 @@ def in_batch(folder: Path) -> str:
         env=environment(**given) | {"PATH": path},
         capture_output=True,
         text=True,
-        timeout=240,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

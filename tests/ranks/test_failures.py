@@ -106,13 +106,13 @@ def test_a_deadlocked_collective_is_found_long_before_the_time_limit(
 ) -> None:
     """Missing heartbeats reveal the deadlock; by default 15 s are allowed."""
     monkeypatch.setenv("PARALLELISM_BENCH_HANG_SECONDS", "3")
-    row = run_cells(faulty("hangs", time_limit_seconds=300)).trials.iloc[0]
+    row = run_cells(faulty("hangs", time_limit_seconds=LONG)).trials.iloc[0]
     assert row["status"] == "timeout"
     assert row["reason"].startswith("hangs: ")
     assert "in step 2; rank 1 never entered gloo:all_reduce" in row["reason"]
     assert "rank 0:" in row["stacks"]
     assert "faulty.py" in row["stacks"].partition("rank 1:")[2]
-    assert row["wall_seconds"] < 60
+    assert row["wall_seconds"] < LONG / 2
 
 
 def test_a_timeout_also_ends_ranks_that_torch_restarts(launcher: Launcher) -> None:
@@ -121,7 +121,7 @@ def test_a_timeout_also_ends_ranks_that_torch_restarts(launcher: Launcher) -> No
     data = prepare_data(hanging.data, make_workload(hanging.workload), hanging.sequence_length)
     outcome = launcher.run(hanging, data, 2, max_restarts=3)
     assert outcome.status == "timeout", outcome.reason
-    assert outcome.wall_seconds < 60
+    assert outcome.wall_seconds < LONG / 2
 
 
 def test_out_of_memory_under_a_limit_is_recorded(run_cells: RunCells) -> None:
@@ -177,7 +177,7 @@ def test_a_stop_is_recorded_as_interrupted(
 
 def test_many_launches_in_a_row_succeed(launcher: Launcher) -> None:
     """No launch hangs. Set BENCH_LAUNCHES=500 for the long version."""
-    short = cell("ddp", warmup_steps=1, timed_steps=1, parity_steps=1, time_limit_seconds=20)
+    short = cell("ddp", warmup_steps=1, timed_steps=1, parity_steps=1)
     data = prepare_data("stdlib", make_workload("llama-nano"), 32)
     for _ in range(int(os.environ.get("BENCH_LAUNCHES", "4"))):
         outcome = launcher.run(short, data, 2)

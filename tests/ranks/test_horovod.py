@@ -21,7 +21,6 @@ from tests.listening import watched
 from tests.ranks.conftest import RunCells, cell
 
 pytest.importorskip("horovod", reason="make setup builds Horovod")
-PATIENT: dict[str, Any] = {"time_limit_seconds": 150.0}  # mpirun starts fresh interpreters
 with_mpi = pytest.mark.skipif(
     not (built(b"MPIController") and shutil.which("mpirun")), reason="needs Horovod with MPI"
 )
@@ -34,7 +33,6 @@ def test_mpi_trains_the_same_and_says_what_it_sends(run_cells: RunCells) -> None
         "horovod",
         workload="llama-micro",
         options={"controller": "mpi", "transport": "tcp"},
-        **PATIENT,
     )
     with watched() as seen:
         row = run_cells(over_tcp).trials.iloc[0]
@@ -51,9 +49,9 @@ def test_mpi_trains_the_same_and_says_what_it_sends(run_cells: RunCells) -> None
 def test_adasum_is_its_formula(run_cells: RunCells) -> None:
     """Ranks of mpirun communicate through shared memory, where no bytes are counted."""
     options = {"controller": "mpi", "op": "adasum"}
-    trials = run_cells(
-        cell("horovod", options=options, **PATIENT), cell("adasum_by_hand")
-    ).trials.set_index("strategy")
+    trials = run_cells(cell("horovod", options=options), cell("adasum_by_hand")).trials.set_index(
+        "strategy"
+    )
     row, by_hand = trials.loc["horovod"], trials.loc["adasum_by_hand"]
     assert row["status"] == "ok", row["reason"]
     assert row["parity_verdict"] in ("within tolerance", "unknown"), row["parity_reason"]
@@ -84,7 +82,7 @@ def test_a_failing_rank_ends_mpirun_with_the_cause(
 ) -> None:
     marker = f"{os.getpid()}-{fault}"  # distinguishes these ranks from another test's
     monkeypatch.setenv("BENCH_TEST_MARKER", marker)
-    limit = {"time_limit_seconds": 12.0} if fault == "hangs" else PATIENT
+    limit = {"time_limit_seconds": 12.0} if fault == "hangs" else {}
     row = run_cells(
         cell("horovod_faulty", options={"controller": "mpi", "fault": fault}, **limit)
     ).trials.iloc[0]
@@ -156,7 +154,6 @@ def test_polling_in_a_pause_is_not_work(run_cells: RunCells) -> None:
         workload="llama-mini",
         options={"controller": "mpi", "mpi_yield_when_idle": True},
         timed_steps=20,
-        **PATIENT,
     )
     steps = run_cells(mpi, timed_seconds=0.3).steps.query("phase == 'timed'")
     measured = steps["left_over_seconds"].dropna()

@@ -113,7 +113,6 @@ WRONG: dict[str, list[Row]] = {
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("subject", WRONG)
 def test_each_mistake_is_reported(run_cells: RunCells, subject: str) -> None:
     check_rows(run_cells, WRONG[subject])

@@ -9,12 +9,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = ("TORCHINDUCTOR_CACHE_DIR", "TOKENIZERS_PARALLELISM")
@@ -59,7 +60,6 @@ def execute(folder: Path, words: list[str], given: str) -> tuple[str, str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -75,10 +75,7 @@ def require_tidy(printed: str) -> None:
     assert len(processes) == 2
     assert all("multiprocessing" in process for process in processes)
     started = [int(process.split()[0]) for process in processes]
-    deadline = time.monotonic() + 60
-    while any(map(runs, started)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(runs, started))
+    until(lambda: not any(map(runs, started)))
 
 
 def runs(pid: int) -> bool:

@@ -39,7 +39,7 @@ def test_a_local_trial_listens_on_loopback_alone(
     """Only this test trains matrix full's cells of the two launchers that start new
     interpreters."""
     with watched() as seen:
-        trial = run_cells(cell(strategy, time_limit_seconds=120, **axes)).trials.iloc[0]
+        trial = run_cells(cell(strategy, **axes)).trials.iloc[0]
     assert (trial["status"], trial["parity_verdict"]) == ("ok", "exact"), trial["log_tail"]
     assert seen.inside, "without listening ranks this proves nothing"
     assert seen.outside == []
@@ -58,7 +58,6 @@ def test_the_reason_says_that_no_port_is_free(launcher: str, tmp_path: Path) -> 
         cwd=tmp_path,
         env={**os.environ, OPEN_NETWORK: "1", "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
-        timeout=120,
         check=False,
     )
     trial = Store(tmp_path / "results").load(steps=False).trials.iloc[0]

@@ -16,6 +16,7 @@ from harness.run.maxsize import Search, plan_of
 from harness.run.runner import ProgressListener, Runner
 from tests.ranks.conftest import RunCells, cell
 from tests.unit.test_cli import here
+from tests.waiting import LONG
 
 MIB = 2**20
 # A few blocks of 3 MiB fill it, as threads' stacks, Python's heap and gloo take 60 MiB per rank.
@@ -30,7 +31,7 @@ def searched(strategy: str, **axes: object) -> Cell:
         "sequence_length": 16,
         "global_batch": 2,
         "memory_limit_bytes": BUDGET,
-        "time_limit_seconds": 120,
+        "time_limit_seconds": LONG,
     }
     return cell(strategy, workload="llama-256x1", **more, **steps, **axes)
 

@@ -235,7 +235,7 @@ def test_a_stalled_agent_costs_its_trial(cluster: Cluster, monkeypatch: pytest.M
     stalled.kill()
     stalled.wait()
     cluster.complete()
-    outcome = cluster.run(cell("ddp", nodes=2, time_limit_seconds=180))
+    outcome = cluster.run(cell("ddp", nodes=2))
     assert outcome.status == "ok", outcome.reason
 
 

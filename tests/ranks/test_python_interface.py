@@ -34,7 +34,6 @@ def test_the_documents_example_runs_as_a_script(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

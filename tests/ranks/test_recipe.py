@@ -40,7 +40,6 @@ MORE = [
 ]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("cells", representative([CELLS, MORE]), ids=["some", "more"])
 def test_each_way_to_split_the_work_clips_to_the_same_norm(
     run_cells: RunCells, cells: list[Cell]

@@ -88,7 +88,7 @@ def test_the_peak_of_each_rank_follows_the_formula(launcher: Launcher, name: str
     tests/unit/test_recompute.py covers one process and other kinds of recomputation.
     """
     sizes = {"workload": "llama-128x4", "sequence_length": 128, "global_batch": 8}
-    one = cell(**{"recompute": "full", **sizes, **PEAKS[name]}, time_limit_seconds=240)
+    one = cell(**{"recompute": "full", **sizes, **PEAKS[name]})
     row = profile_cell(launcher, "run", one)
     assert row.status == "ok", row.reason
     assert max(row.peak_tracked_bytes) == pytest.approx(peak_bytes(one), rel=0.05)

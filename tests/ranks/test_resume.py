@@ -21,6 +21,7 @@ from bench.cli.run import run
 from harness.record.store import Store
 from tests.commands import ask
 from tests.conftest import left_in
+from tests.waiting import LONG, until
 
 MATRIX = """
 trials: 2
@@ -89,17 +90,11 @@ def test_a_killed_run_resumes(tmp_path: Path, kills: tuple[int, ...]) -> None:
                 command(tmp_path, *words), env=environment, start_new_session=True, stdout=out
             )
         if count is not None:
-            deadline = time.monotonic() + 120
-            while recorded(tmp_path) < count and process.poll() is None:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            until(lambda n=count, p=process: recorded(tmp_path) >= n or p.poll() is not None)
             time.sleep(chance.uniform(0.0, 0.5 if count else 5.0))
             process.kill()
-        code = process.wait(timeout=240)
-        deadline = time.monotonic() + 10
-        while ranks_of(marker) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert ranks_of(marker) == []
+        code = process.wait(timeout=LONG)
+        until(lambda: not ranks_of(marker))
         if (tmp_path / "results" / "runs").exists() and list(
             (tmp_path / "results" / "runs").glob("*.parquet")
         ):

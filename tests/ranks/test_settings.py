@@ -184,7 +184,6 @@ def test_the_least_plain_setting_trains_the_same(run_cells: RunCells, subject: s
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("subject", ALL)
 def test_other_settings_train_the_same(run_cells: RunCells, subject: str) -> None:
     follow_their_formulas(run_cells, ALL[subject][1:])

@@ -113,11 +113,11 @@ if __name__ == "__main__":
     context = multiprocessing.get_context("forkserver")
     child = context.Process(target=print, args=(Removed(),))  # like a semaphore
     child.start()
-    child.join(60)
+    child.join()
     assert child.exitcode == 1, child.exitcode
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(forkserver._forkserver._forkserver_address)
-    psutil.Process(launcher.fork_server).wait(60)
+    psutil.Process(launcher.fork_server).wait()
     print("all ended")
 """
 

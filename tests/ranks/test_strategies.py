@@ -24,6 +24,7 @@ from harness.run.runner import ProgressListener, Runner
 from harness.seam.registry import make_strategy
 from harness.workloads import make_workload
 from tests.ranks.conftest import RunCells, cell
+from tests.waiting import LONG
 
 SMALL = {
     "llama-mini": "llama-nano",
@@ -68,7 +69,7 @@ def cells_of_matrices() -> list[Cell]:
         "timed_steps": 3,
         "parity_steps": 6,
         "warmup_steps": 3,
-        "time_limit_seconds": 60.0,
+        "time_limit_seconds": LONG,
     }
     # Steps of more ranks than cores are slow.
     shorter = {**short, "parity_steps": 3, "warmup_steps": 1}

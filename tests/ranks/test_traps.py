@@ -307,7 +307,6 @@ LACKING = {
 }
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("subject", TRAPS)
 def test_each_mistake_is_reported(run_cells: RunCells, subject: str) -> None:
     if LACKING.get(subject):
@@ -337,7 +336,6 @@ BY_DESIGN = {
 exchanges."""
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("right", BY_DESIGN)
 def test_strategies_that_differ_by_design_follow_their_algorithm(
     run_cells: RunCells, right: str
@@ -389,7 +387,6 @@ def late_rows_by_design() -> list[Row]:
     return rows
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "rows", [late_rows, pytest.param(late_rows_by_design, marks=pytest.mark.thorough)]
 )

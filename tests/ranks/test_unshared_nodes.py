@@ -125,10 +125,7 @@ def test_nodes_that_share_nothing_train_the_same(
     where = Rendezvous(machine_id(), (head,), free_ports(1)[0], new_key())
     cluster = Cluster(where, launcher, enter, interface="")
     try:
-        cells = [
-            cell(strategy, nodes=2, time_limit_seconds=600, **axes)
-            for strategy, axes in CELLS.items()
-        ]
+        cells = [cell(strategy, nodes=2, **axes) for strategy, axes in CELLS.items()]
         trials = run_on(cluster, tmp_path, *cells).trials
         cached = {number: kept_files(agent.pid) for number, agent in cluster.agents.items()}
     finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parents[2]
 PACKAGED = ("bench", "harness", "reports", "pyproject.toml", "README.md", "LICENSE")

@@ -179,7 +179,6 @@ def wrong_cells(subject: str) -> dict[str, Cell]:
     return found
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("subject", representative(sorted(WRONG, key=lambda s: len(WRONG[s][2]))))
 def test_a_wrong_training_diverges_or_is_not_advised(run_cells: RunCells, subject: str) -> None:
     cells = wrong_cells(subject)
@@ -194,7 +193,6 @@ def test_a_wrong_training_diverges_or_is_not_advised(run_cells: RunCells, subjec
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(900)
 def test_a_right_but_unusual_training_never_diverges(run_cells: RunCells) -> None:
     rows = [cell(strategy, **axes) for strategy, axes in RIGHT]
     found = run_cells(*rows).trials.to_dict("records")

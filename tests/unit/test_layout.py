@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -54,3 +55,25 @@ def test_any_is_rare() -> None:
         if not re.match(r"\s*(from\b.*\bimport|import)\b", line)
     )
     assert count <= 150
+
+
+def depends_on_speed(call: ast.Call) -> bool:
+    """Returns whether a call stops the test itself after seconds, or sets a limit of its own."""
+    name = ast.unparse(call.func)
+    if name == "pytest.mark.timeout":
+        return False
+    timeouts = [word.value for word in call.keywords if word.arg == "timeout"]
+    limits = [value.value for value in timeouts if isinstance(value, ast.Constant)]
+    stops = name == "threading.Timer" and "os.getpid()" in ast.unparse(call)
+    return stops or any(limit >= 20 for limit in limits)
+
+
+def test_no_test_depends_on_the_speed_of_the_machine() -> None:
+    """Tests that stop themselves do so at a moment, and what must happen has `waiting.LONG`."""
+    found = [
+        f"{name}:{node.lineno}"
+        for name, lines in lines_by_file("tests").items()
+        for node in ast.walk(ast.parse("\n".join(lines)))
+        if isinstance(node, ast.Call) and depends_on_speed(node)
+    ]
+    assert [place for place in found if "benchmarks" not in place] == []

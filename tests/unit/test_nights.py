@@ -93,7 +93,6 @@ def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", range(3))
 def test_thirty_nights_report_the_slowdown_and_nothing_else(tmp_path: Path, seed: int) -> None:
     slow, steady = Simulated(tmp_path, "slow", seed), Simulated(tmp_path, "steady", 100 + seed)

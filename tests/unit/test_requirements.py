@@ -37,7 +37,6 @@ def without(hidden: str, *words: str, **variables: str) -> subprocess.CompletedP
         text=True,
         env=os.environ | variables,
         check=False,
-        timeout=100,
     )
 
 
@@ -66,7 +65,6 @@ def without_torch(*words: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
     )
 
 
@@ -187,6 +185,5 @@ def test_a_shell_completes_the_console_script() -> None:
         capture_output=True,
         text=True,
         env=os.environ | environment | {"COMP_WORDS": "parallelism-bench com"},
-        timeout=60,
     )
     assert done.stdout.split() == ["compare"]
