@@ -9,18 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import pytest
-
 LONG = 900.0
 """Seconds after which nothing more is expected, even on half a busy core."""
 
 
-def until(holds: Callable[[], object], why: Callable[[], str] | str = "") -> None:
+def until(holds: Callable[[], object], why: Callable[[], str] | str = "never held") -> None:
     """Waits until a condition holds; after LONG, fails with the text of `why`."""
     deadline, pause = time.monotonic() + LONG, 0.02
     while not holds():
-        if time.monotonic() > deadline:
-            pytest.fail((why() if callable(why) else why) or "the condition never held")
+        assert time.monotonic() < deadline, why() if callable(why) else why
         time.sleep(pause)
         pause = min(1.1 * pause, 0.2)
 
