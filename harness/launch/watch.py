@@ -309,6 +309,9 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
         self._over.set()
         self._thread.join()
 

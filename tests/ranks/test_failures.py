@@ -7,6 +7,7 @@ import multiprocessing.connection
 import os
 import signal
 import tempfile
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from harness.launch.launcher import Launcher
+from harness.launch.watch import Hang, Silence
 from harness.workloads import make_workload, prepare_data
 from tests.ranks.conftest import Row, RunCells, cell, check_rows, row
 from tests.unit.test_cli import here
@@ -113,6 +115,25 @@ def test_a_deadlocked_collective_is_found_long_before_the_time_limit(
     assert "rank 0:" in row["stacks"]
     assert "faulty.py" in row["stacks"].partition("rank 1:")[2]
     assert row["wall_seconds"] < LONG / 2
+
+
+def test_a_rank_that_ended_does_not_hang_while_its_processes_are_cleared_away(
+    run_cells: RunCells, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleared, wait = threading.Event(), psutil.wait_procs
+
+    def clear(*asked: Any, **more: Any) -> object:
+        cleared.set()
+        time.sleep(1.5)  # the time of three looks
+        return wait(*asked, **more)
+
+    def look(silence: Silence, passed: float) -> Hang | None:
+        return Hang(16, {1: "step 2"}) if cleared.is_set() else None
+
+    monkeypatch.setattr("psutil.wait_procs", clear)
+    monkeypatch.setattr(Silence, "look", look)
+    row = run_cells(faulty("killed")).trials.iloc[0]
+    assert row["reason"].startswith("rank 1 was killed by SIGKILL")
 
 
 def test_a_timeout_also_ends_ranks_that_torch_restarts(launcher: Launcher) -> None:
