@@ -22,6 +22,7 @@ import pytest
 from harness.cell.cell import Cell
 from harness.launch.launcher import Launcher
 from harness.launch.outcome import Outcome
+from harness.launch.watch import VARIABLE as HANGS_AFTER
 from harness.nodes.coordinator import Nodes, NodesLauncher
 from harness.nodes.protocol import secure
 from harness.nodes.rendezvous import KEY, Rendezvous
@@ -48,7 +49,8 @@ class Cluster:
         """`prefix`: command that starts a node's agent; `interface`: empty lets agents choose."""
         self.nodes = Nodes(2, where, interface or None)
         self.prefix, self.interface, self.local = prefix, interface, local
-        self.argument, self.environment = str(where), dict(os.environ)
+        # On half a core, one node's ranks may start long after another's.
+        self.argument, self.environment = str(where), os.environ | {HANGS_AFTER: str(LONG)}
         if isinstance(where, Rendezvous):
             self.argument = f"{where.addresses[0]}:{where.port}"
             self.environment[KEY] = where.key
