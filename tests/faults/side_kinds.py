@@ -221,7 +221,7 @@ def fork_server_and_rank(place: Place) -> None:
     killer.start()
     status, reason = place.trial(cell("faulty", options={"fault": "raises", "at_step": 2}))
     killer.join()
-    assert status == "failed"
+    assert status == "failed", reason
     assert reason
     assert place.trial(cell("ddp"))[0] == "ok"
 
