@@ -120,15 +120,16 @@ def test_a_deadlocked_collective_is_found_long_before_the_time_limit(
 def test_a_rank_that_ended_does_not_hang_while_its_processes_are_cleared_away(
     run_cells: RunCells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cleared, wait = threading.Event(), psutil.wait_procs
+    clearing, wait = threading.Event(), psutil.wait_procs
 
     def clear(*asked: Any, **more: Any) -> object:
-        cleared.set()
+        clearing.set()
         time.sleep(1.5)  # the time of three looks
+        clearing.clear()
         return wait(*asked, **more)
 
     def look(silence: Silence, passed: float) -> Hang | None:
-        return Hang(16, {1: "step 2"}) if cleared.is_set() else None
+        return Hang(16, {1: "step 2"}) if clearing.is_set() else None
 
     monkeypatch.setattr("psutil.wait_procs", clear)
     monkeypatch.setattr(Silence, "look", look)
