@@ -11,11 +11,17 @@ from collections.abc import Callable, Iterator
 
 LONG = 900.0
 """Seconds after which nothing more is expected, even on half a busy core."""
+PROMPT = 60.0
+"""Seconds within which processes that need no work end, even on half a busy core."""
 
 
-def until(holds: Callable[[], object], why: Callable[[], str] | str = "never held") -> None:
-    """Waits until a condition holds; after LONG, fails with the text of `why`."""
-    deadline, pause = time.monotonic() + LONG, 0.02
+def until(
+    holds: Callable[[], object],
+    why: Callable[[], str] | str = "never held",
+    within: float = LONG,
+) -> None:
+    """Waits until a condition holds; after `within` seconds, fails with the text of `why`."""
+    deadline, pause = time.monotonic() + within, 0.02
     while not holds():
         assert time.monotonic() < deadline, why() if callable(why) else why
         time.sleep(pause)

@@ -21,7 +21,8 @@ from bench.cluster.jobs import JobState, states
 from harness.record.plan import kept_plan
 from harness.record.store import Results, Store
 from harness.run.runner import Runner
-from tests.waiting import until
+from tests.conftest import runs
+from tests.waiting import PROMPT, until
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 ROOT = Path(__file__).parents[2]
@@ -190,7 +191,7 @@ class Slurm:
         for process in doomed:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(doomed)
+        until(lambda: not any(map(runs, doomed)))
 
     def states(self, job: str) -> list[JobState]:
         os.environ["SLURM_CONF"] = self.environment["SLURM_CONF"]
@@ -215,7 +216,7 @@ class Slurm:
             lambda: bool(found := self.states(job)) and all(one.state in over for one in found),
             lambda: self.story(job),
         )
-        until(lambda: not self.processes(), lambda: f"left behind: {self.processes()}")
+        until(lambda: not self.processes(), lambda: f"left: {self.processes()}", within=PROMPT)
         return self.states(job)
 
     def story(self, job: str) -> str:
@@ -280,8 +281,7 @@ def end(pid: int, how: signal.Signals = signal.SIGTERM) -> None:
     """Signals a daemon to end and waits until it is gone."""
     process = psutil.Process(pid)
     process.send_signal(how)
-    with contextlib.suppress(psutil.Error):
-        process.wait()
+    until(lambda: not runs(process))
 
 
 def free_ports(count: int) -> list[int]:

@@ -18,7 +18,7 @@ from harness.host.cores import group_folder
 from harness.host.process import OPEN_NETWORK
 from tests.faults.place import Inject, Place
 from tests.faults.run_process import Run
-from tests.waiting import LONG, until
+from tests.waiting import LONG, PROMPT, until
 
 CLOCK = Path(__file__).with_name("clock.c")
 FROZEN_SECONDS = 3.0
@@ -152,7 +152,7 @@ def kernel_kills(place: Place) -> None:
         assert re.search("rose by [12]$", ended[1]), ended
     finally:
         # The fork server ends just after its run.
-        until(lambda: not (group / "cgroup.procs").read_text(), "processes outlive the run")
+        until(lambda: not (group / "cgroup.procs").read_text(), "processes outlive the run", PROMPT)
         group.rmdir()
 
 

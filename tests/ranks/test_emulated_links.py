@@ -27,7 +27,7 @@ from harness.run.runner import ProgressListener, Runner
 from tests.conftest import runs
 from tests.listening import is_loopback, watched
 from tests.ranks.conftest import cell
-from tests.waiting import LONG
+from tests.waiting import LONG, PROMPT, until
 
 pytestmark = pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason())
 
@@ -291,6 +291,5 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_namespace(
     assert remaining_in(made, looked)
     run.send_signal(how)
     assert run.wait(timeout=LONG) == (130 if how == signal.SIGTERM else -how)
-    psutil.wait_procs(below, timeout=LONG)
-    assert [process for process in below if runs(process)] == []
+    until(lambda: not any(map(runs, below)), within=PROMPT)
     assert remaining_in(made, looked) == []

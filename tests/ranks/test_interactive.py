@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.waiting import until
+from tests.waiting import PROMPT, until
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = ("TORCHINDUCTOR_CACHE_DIR", "TOKENIZERS_PARALLELISM")
@@ -75,7 +75,7 @@ def require_tidy(printed: str) -> None:
     assert len(processes) == 2
     assert all("multiprocessing" in process for process in processes)
     started = [int(process.split()[0]) for process in processes]
-    until(lambda: not any(map(runs, started)))
+    until(lambda: not any(map(runs, started)), within=PROMPT)
 
 
 def runs(pid: int) -> bool:

@@ -33,7 +33,7 @@ from harness.seam.registry import validate
 from harness.workloads import make_workload, prepare_data
 from tests.conftest import runs
 from tests.ranks.conftest import cell, representative
-from tests.waiting import LONG, at_first_step, interrupt, until
+from tests.waiting import LONG, PROMPT, at_first_step, interrupt, until
 
 
 class Cluster:
@@ -253,8 +253,7 @@ def test_a_lost_agent_costs_its_trial(cluster: Cluster) -> None:
     lost.wait()
     assert outcome.status == "failed"
     assert outcome.reason.startswith("node n2 was lost: its agent is gone")
-    psutil.wait_procs(below, timeout=LONG)
-    assert [p for p in below if runs(p)] == []
+    until(lambda: not any(map(runs, below)), within=PROMPT)
 
     cluster.launcher.wait_seconds = 1.0
     outcome = cluster.run(cell("ddp", nodes=2))

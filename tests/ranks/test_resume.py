@@ -21,7 +21,7 @@ from bench.cli.run import run
 from harness.record.store import Store
 from tests.commands import ask
 from tests.conftest import left_in
-from tests.waiting import LONG, until
+from tests.waiting import LONG, PROMPT, until
 
 MATRIX = """
 trials: 2
@@ -94,7 +94,7 @@ def test_a_killed_run_resumes(tmp_path: Path, kills: tuple[int, ...]) -> None:
             time.sleep(chance.uniform(0.0, 0.5 if count else 5.0))
             process.kill()
         code = process.wait(timeout=LONG)
-        until(lambda: not ranks_of(marker))
+        until(lambda: not ranks_of(marker), within=PROMPT)
         if (tmp_path / "results" / "runs").exists() and list(
             (tmp_path / "results" / "runs").glob("*.parquet")
         ):
