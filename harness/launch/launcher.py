@@ -258,7 +258,7 @@ class Launcher:
                     if not (watch.passed or watch.hang):  # else killed while they were restarted
                         raise
                 finally:
-                    watch.end()  # ranks that have ended are silent
+                    watch.end()  # ranks that have ended would count as hanging
                     psutil.wait_procs(kill(), timeout=5)
                     for control in controls:
                         control.join(5)

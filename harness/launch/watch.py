@@ -312,6 +312,7 @@ class Watch:
         self.end()
 
     def end(self) -> None:
+        """Stops watching: from now on, neither a hang nor the time limit is noticed."""
         self._over.set()
         self._thread.join()
 

@@ -117,21 +117,21 @@ def test_a_deadlocked_collective_is_found_long_before_the_time_limit(
     assert row["wall_seconds"] < LONG / 2
 
 
-def test_a_rank_that_ended_does_not_hang_while_its_processes_are_cleared_away(
+def test_no_hang_is_noticed_while_processes_are_cleaned_up(
     run_cells: RunCells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clearing, wait = threading.Event(), psutil.wait_procs
+    cleaning, wait = threading.Event(), psutil.wait_procs
 
-    def clear(*asked: Any, **more: Any) -> object:
-        clearing.set()
+    def clean_up(*asked: Any, **more: Any) -> object:
+        cleaning.set()
         time.sleep(1.5)  # the time of three looks
-        clearing.clear()
+        cleaning.clear()
         return wait(*asked, **more)
 
     def look(silence: Silence, passed: float) -> Hang | None:
-        return Hang(16, {1: "step 2"}) if clearing.is_set() else None
+        return Hang(16, {1: "step 2"}) if cleaning.is_set() else None
 
-    monkeypatch.setattr("psutil.wait_procs", clear)
+    monkeypatch.setattr("psutil.wait_procs", clean_up)
     monkeypatch.setattr(Silence, "look", look)
     row = run_cells(faulty("killed")).trials.iloc[0]
     assert row["reason"].startswith("rank 1 was killed by SIGKILL")

@@ -96,7 +96,7 @@ def test_a_race_trains_its_heats_interleaved(
     fixed = cell("ddp_elastic")
     cells = (cell("ddp"), cell("ddp", options={"static_graph": True}), cell("fsdp1"), fixed)
     plan = Plan("heats", "test", cells, 1, timed_seconds=0.05, until_answered=True)
-    # Five readings of a clock that runs so fast that trials on any machine fit between two.
+    # The budget lasts five readings of this clock, and is enough for heats on any machine.
     plan = dataclasses.replace(plan, time_budget_seconds=5e5, launches_per_round={cells[0].id: 3})
     store, clock = Store(tmp_path / "results"), itertools.count(0.0, 1e5)
     runner = Runner(store, plan, runner_module.Launcher, now=clock.__next__)

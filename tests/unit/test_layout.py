@@ -58,7 +58,7 @@ def test_any_is_rare() -> None:
 
 
 def depends_on_speed(call: ast.Call) -> bool:
-    """Returns whether a call stops the test itself after seconds, or sets a limit of its own."""
+    """Returns whether a call interrupts its test after some seconds, or sets its own time limit."""
     name = ast.unparse(call.func)
     if name == "pytest.mark.timeout":
         return False
@@ -69,11 +69,11 @@ def depends_on_speed(call: ast.Call) -> bool:
 
 
 def test_no_test_depends_on_the_speed_of_the_machine() -> None:
-    """Tests that stop themselves do so at a moment, and what must happen has `waiting.LONG`."""
-    found = [
+    """Tests interrupt themselves at an event, and wait `waiting.LONG` for what must happen."""
+    places = [
         f"{name}:{node.lineno}"
         for name, lines in lines_by_file("tests").items()
         for node in ast.walk(ast.parse("\n".join(lines)))
         if isinstance(node, ast.Call) and depends_on_speed(node)
     ]
-    assert [place for place in found if "benchmarks" not in place] == []
+    assert [place for place in places if "benchmarks" not in place] == []

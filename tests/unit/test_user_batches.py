@@ -127,11 +127,11 @@ def test_a_model_may_compute_its_own_loss(tmp_path: Path) -> None:
     )
     other = tmp_path / "mine.py"
     other.write_text(without)
-    own = make_workload(f"{other}:Mine")
-    own.require_trainable(1)
-    assert isinstance(own, UserWorkload)
-    assert "in forward" in reasons(own, strategy="data_parallel")[0]
-    assert not reasons(own, strategy="ddp")
+    lossless = make_workload(f"{other}:Mine")
+    lossless.require_trainable(1)
+    assert isinstance(lossless, UserWorkload)
+    assert "in forward" in reasons(lossless, strategy="data_parallel")[0]
+    assert not reasons(lossless, strategy="ddp")
     none = tmp_path / "none.py"
     none.write_text(file.read_text() + "\n    loss = None\n")
     make_workload(f"{none}:Mine").require_trainable(1)
